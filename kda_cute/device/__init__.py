@@ -1,0 +1,1 @@
+"""In-kernel helpers, traced into the kernels that call them."""

@@ -1,0 +1,105 @@
+"""The plans of every kernel, by name: one entry adds one.
+
+`plan("bwd_recurrence", "padded", "tf32")` is what a kernel run with layout="padded",
+precision="tf32" uses. An experiment is a new entry in a kernel's `layouts`; the kernel takes it
+unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .plan import Plan
+from .tile import Dense, GroupPadded, Layout, RowPadded, Swizzle128, Tile
+
+
+@dataclass(frozen=True)
+class Family:
+    """The plans of one kernel: its steps, a builder of tiles, named layouts, and precisions."""
+
+    steps: tuple[str, ...]
+    tiles: Callable[[Layout, str], list[Tile]]  # (layout of the wide fp32 tiles, precision)
+    layouts: Mapping[str, Layout]
+    precisions: tuple[str, ...]
+
+
+def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
+    """Tiles of one chunk of 16 tokens, K = V = 128.
+
+    `wide` is the layout of the fp32 tiles of 128 columns.
+
+    Three roles work on different chunks at the same time: the producer warp (load), the value
+    warps (solve, publish) and the key warps (contract, mix). So whatever is prefetched or crosses
+    roles is live in every step; only tiles that the key warps keep to themselves, and refill in
+    each chunk, have a shorter life.
+    """
+    tf32 = precision == "tf32"
+    swizzle, dense, square = Swizzle128(), Dense(), GroupPadded(4, 24, 104)
+
+    def operand(name: str, rows: int) -> Tile:
+        """What the value warps publish for the key warps, in the precision of their MMAs."""
+        dtype, layout = ("f32", wide) if tf32 else ("bf16", swizzle)
+        return Tile(name, (rows, 128), dtype, layout)
+
+    def key_only(name: str, shape: tuple[int, int], layout: Layout) -> Tile:
+        return Tile(name, shape, "f32", layout, stages=2, first="contract", last="mix")
+
+    return [
+        *(Tile(name, (16, 128), "f32", wide, stages=2) for name in ("kd", "qd", "kr", "ki")),
+        *(Tile(name, (16, 128), "bf16", swizzle, stages=2) for name in ("do", "v")),
+        *(Tile(name, (16, 16), "bf16", dense, stages=2) for name in ("inv", "mqk")),
+        Tile("g_total", (1, 128), "f32", dense, stages=2),
+        Tile("beta", (1, 16), "f32", dense, stages=2),
+        Tile("states", (128, 128), "bf16", swizzle, stages=1 if tf32 else 2),  # [V, K]
+        operand("dS", 128),  # [V, K]
+        operand("U", 16),
+        operand("dvc", 16),
+        Tile("dv", (16, 128), "bf16", swizzle),
+        Tile("dgT_part", (4, 128), "f32", dense, stages=2),
+        Tile("dbeta_part", (4, 16), "f32", dense, stages=2),
+        *(key_only(name, (16, 16), square) for name in ("dM", "dL", "dLb")),
+        key_only("dM_diag", (1, 16), dense),
+        Tile("barriers", (1, 16), "i64", dense),
+    ]
+
+
+BWD_RECURRENCE = Family(
+    steps=("load", "solve", "publish", "contract", "mix"),
+    tiles=bwd_recurrence_tiles,
+    layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136), "dense": Dense()},
+    precisions=("tf32", "bf16"),
+)
+
+FAMILIES: dict[str, Family] = {"bwd_recurrence": BWD_RECURRENCE}
+
+
+@functools.cache
+def plan(kernel: str, layout: str, precision: str) -> Plan:
+    """The plan of a kernel. ValueError names an unknown argument and lists the choices."""
+    family = FAMILIES[_choice("kernel", kernel, FAMILIES)]
+    wide = family.layouts[_choice("layout", layout, family.layouts)]
+    _choice("precision", precision, family.precisions)
+    return Plan.build(f"{kernel}/{layout}/{precision}", family.steps, family.tiles(wide, precision))
+
+
+def kernels() -> tuple[str, ...]:
+    """Names of the kernels that have plans."""
+    return tuple(FAMILIES)
+
+
+def names(kernel: str) -> tuple[str, ...]:
+    """Names of a kernel's layouts."""
+    return tuple(FAMILIES[_choice("kernel", kernel, FAMILIES)].layouts)
+
+
+def precisions(kernel: str) -> tuple[str, ...]:
+    """Names of a kernel's precisions."""
+    return FAMILIES[_choice("kernel", kernel, FAMILIES)].precisions
+
+
+def _choice(argument: str, value: str, choices: Iterable[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r} is not one of {', '.join(choices)}")
+    return value

@@ -1,0 +1,1 @@
+"""Benchmarks: named shapes, event timing, results files, the scalar baseline."""

@@ -1,0 +1,383 @@
+"""Check, then time, this package's ops side by side with their baselines.
+
+    python3 -m perf.run bwd_recurrence --shapes T8192_H96 --variants tf32/default,bf16/padded --scalar --out FILE.json
+
+Every candidate must first agree with the float64 reference on a few heads of the very tensors that are timed; one that
+doesn't is reported as failed, is never timed, and makes the exit code 1.  The profiler tells which kernels ran.
+"""
+
+import argparse
+import functools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kda_cute import reference
+from kda_cute.workspace import HEAD_DIM, RecurrenceGrads, Workspace
+from perf import results
+from perf.shapes import (
+    COPY_RATE,
+    SHAPES,
+    Shape,
+    bwd_recurrence_bytes,
+    bwd_recurrence_flops,
+    find_shape,
+    floor_us,
+)
+from perf.timing import COPY_BYTES, Timing, interleaved, measure_copy_bandwidth
+
+REGIME = "typical"
+LOWER_BOUND = -5.0
+BF16_OUTPUTS = ("dv",)
+# The factor that takes the exponential out of a gradient, so that its error isn't that of a few large elements.
+PARTNER = {"dkd": "kd", "dqd": "qd", "dki": "ki", "dkr": "kr"}
+TOLERANCE = {"tf32": 3e-3, "bf16": 3e-2}
+SCALAR_TOLERANCE = {False: 1e-4, True: 4e-3}  # fp32 outputs, bf16 outputs
+
+
+class Inputs(NamedTuple):
+    """Arguments of level 1, in its order."""
+
+    do: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    workspace: Workspace
+    dfinal_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    num_seqs: int | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A provider's variant.  run(*inputs) -> RecurrenceGrads; kernel: part of the name of the kernel it must launch."""
+
+    provider: str
+    variant: str
+    run: Callable[..., RecurrenceGrads]
+    kernel: str
+    repeats: int
+
+    @property
+    def name(self) -> str:
+        """provider/variant, unique in a run."""
+        return f"{self.provider}/{self.variant}"
+
+    def tolerance(self, tensor: str) -> float:
+        """Largest relative Frobenius error allowed."""
+        if self.provider == "scalar":
+            return SCALAR_TOLERANCE[tensor in BF16_OUTPUTS]
+        return TOLERANCE[self.variant.split("/")[0]]
+
+
+# ---------------------------------------------------------------- inputs
+def make_inputs(shape: Shape, device: str = "cuda", seed: int = 0) -> Inputs:
+    """Random inputs of the typical regime, prepared by the reference in fp32, all drawn on the device."""
+    rng = torch.Generator(device).manual_seed(seed)
+    full = (shape.T, shape.H, HEAD_DIM)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=rng, device=device)
+
+    def uniform(*size: int) -> torch.Tensor:
+        return torch.rand(size, generator=rng, device=device)
+
+    q, k, v, do = (normal(*full).bfloat16() for _ in range(4))
+    g_raw, beta = normal(*full).bfloat16(), normal(shape.T, shape.H)
+    cu_seqlens = None
+    if shape.varlen:
+        cu_seqlens = torch.tensor(shape.offsets, dtype=torch.int32, device=device)
+    num_seqs = None if shape.varlen else shape.N
+    prepared = reference.prepare(
+        q,
+        k,
+        v,
+        g_raw,
+        beta,
+        gate="safe",
+        A_log=uniform(shape.H),
+        dt_bias=uniform(shape.H, HEAD_DIM),
+        lower_bound=LOWER_BOUND,
+        cu_seqlens=cu_seqlens,
+        num_seqs=num_seqs,
+    )
+    workspace = Workspace(*(t.contiguous() for t in prepared.workspace))
+    return Inputs(do, v, beta, workspace, None, cu_seqlens, num_seqs)
+
+
+def some_heads(H: int) -> list[int]:
+    """First, middle and last head."""
+    return sorted({0, H // 2, H - 1})
+
+
+def head_inputs(inputs: Inputs, heads: Sequence[int]) -> Inputs:
+    """The same problem on some of its heads."""
+    at = list(heads)
+    return inputs._replace(
+        do=inputs.do[:, at],
+        v=inputs.v[:, at],
+        beta=inputs.beta[:, at],
+        workspace=Workspace(*(t[at] for t in inputs.workspace)),
+        dfinal_state=None if inputs.dfinal_state is None else inputs.dfinal_state[:, at],
+    )
+
+
+def head_grads(grads: RecurrenceGrads, heads: Sequence[int]) -> RecurrenceGrads:
+    """The results of some heads."""
+    second = ("dv", "dinitial_state")
+    at = list(heads)
+    return RecurrenceGrads(
+        **{n: t[:, at] if n in second else t[at] for n, t in grads._asdict().items()}
+    )
+
+
+# ---------------------------------------------------------------- the correctness gate
+def errors(
+    grads: RecurrenceGrads, expected: RecurrenceGrads, workspace: Workspace
+) -> dict[str, float]:
+    """Relative Frobenius error of each result; dkd, dqd, dki, dkr times their partners, which undoes the decay.
+
+    The absolute error where all of the expected result is 0.
+    """
+    found = {}
+    for name, want in expected._asdict().items():
+        got, want = getattr(grads, name).double(), want.double()
+        if name in PARTNER:
+            partner = getattr(workspace, PARTNER[name]).double()
+            got, want = got * partner, want * partner
+        error = torch.linalg.vector_norm(got - want).item()
+        size = torch.linalg.vector_norm(want).item()
+        found[name] = error / size if size else error
+    return found
+
+
+def check(
+    candidate: Candidate,
+    inputs: Inputs,
+    expected: RecurrenceGrads,
+    heads: Sequence[int],
+    shape: Shape,
+) -> tuple[list[results.Row], list[str]]:
+    """Run a candidate once; its accuracy rows, and the tensors whose error is above the tolerance or not finite."""
+    grads = head_grads(candidate.run(*inputs), heads)
+    workspace = Workspace(*(t[list(heads)] for t in inputs.workspace))
+    rows, failed = [], []
+    for tensor, error in errors(grads, expected, workspace).items():
+        limit = candidate.tolerance(tensor)
+        if not error <= limit:
+            failed.append(tensor)
+        rows.append(
+            results.accuracy_row(
+                "bwd_recurrence",
+                REGIME,
+                tensor,
+                error,
+                limit,
+                candidate.provider,
+                variant=candidate.variant,
+                shape=shape.name,
+            )
+        )
+    return rows, failed
+
+
+def launched_kernels(function: Callable[[], object]) -> set[str]:
+    """Names of the kernels that one call launches, as the profiler saw them."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    return {
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    }
+
+
+# ---------------------------------------------------------------- candidates
+def package_candidates(variants: Sequence[str], repeats: int) -> list[Candidate]:
+    """This package's op, one candidate for each "precision/layout"."""
+    import kda_cute
+
+    made = []
+    for variant in variants:
+        precision, slash, layout = variant.partition("/")
+        if not slash or not layout or precision not in TOLERANCE:
+            raise ValueError(f"variant {variant!r}: expected PRECISION/LAYOUT, as in tf32/default")
+        run = functools.partial(kda_cute.bwd_recurrence, precision=precision, layout=layout)
+        made.append(Candidate("kda_cute", variant, run, "kda_cute", repeats))
+    return made
+
+
+def scalar_candidates(repeats: int) -> list[Candidate]:
+    """The scalar loops, as their description has them (dvc computed anew) and with dvc stored."""
+    from perf.scalar_recurrence import scalar_recurrence
+
+    return [
+        Candidate(
+            "scalar",
+            variant,
+            functools.partial(scalar_recurrence, recompute=recompute),
+            "scalar_recurrence",
+            repeats,
+        )
+        for variant, recompute in (("recompute", True), ("stored", False))
+    ]
+
+
+# ---------------------------------------------------------------- one shape
+def describe(
+    shape: Shape, timings: Mapping[str, Timing], moved: int, flops: int, copy_rate: float
+) -> str:
+    """The printed table of one shape."""
+    floor = floor_us(moved)
+    scalar = [t.median for name, t in timings.items() if name.startswith("scalar/")]
+    lines = [
+        f"{shape.name}: {moved / 1e9:.3f} GB, floor {floor:.1f} us at {COPY_RATE / 1e12:.2f} TB/s "
+        f"(copy in this run: {copy_rate / 1e12:.2f} TB/s)",
+        f"{'':28}{'median us':>12}{'p20':>12}{'p80':>12}{'of floor':>10}{'TFLOP/s':>9}{'against scalar':>16}",
+    ]
+    for name, t in timings.items():
+        against = f"{min(scalar) / t.median:.1f}x" if scalar else ""
+        rate = flops / t.median * 1e-6
+        lines.append(
+            f"{name:28}{t.median:12.1f}{t.p20:12.1f}{t.p80:12.1f}"
+            f"{t.median / floor:9.2f}x{rate:9.1f}{against:>16}"
+        )
+    return "\n".join(lines)
+
+
+def gate(
+    candidates: Sequence[Candidate],
+    inputs: Inputs,
+    expected: RecurrenceGrads,
+    heads: Sequence[int],
+    shape: Shape,
+) -> tuple[list[results.Row], dict[str, list[str]]]:
+    """Check every candidate; the accuracy rows, and name -> what is wrong with it for those that failed."""
+    rows: list[results.Row] = []
+    wrong: dict[str, list[str]] = {}
+    for candidate in candidates:
+        started = time.perf_counter()
+        try:
+            accuracy, failed = check(candidate, inputs, expected, heads, shape)
+        except (
+            Exception
+        ) as error:  # it counts as a failure; the other candidates still get their turn
+            traceback.print_exc()
+            accuracy, failed = [], [type(error).__name__]
+        rows += accuracy
+        if failed:
+            wrong[candidate.name] = failed
+        worst = max(accuracy, key=lambda r: (r["error"] is None, r["error"] or 0.0), default=None)
+        shown = "" if worst is None else f", largest error {worst['tensor']} {worst['error']}"
+        verdict = f"FAILED: {' '.join(failed)}" if failed else "ok"
+        seconds = time.perf_counter() - started
+        print(f"  {candidate.name}: {verdict}{shown} ({seconds:.1f} s)", flush=True)
+    return rows, wrong
+
+
+def foreign_kernels(candidate: Candidate, inputs: Inputs) -> list[str]:
+    """What to hold against a candidate that launches no kernel of its own; says so if nothing can be seen."""
+    names = launched_kernels(functools.partial(candidate.run, *inputs))
+    if not names:
+        print(f"  {candidate.name}: the profiler shows no kernels, so what ran is unchecked")
+    elif not any(candidate.kernel in name for name in names):
+        print(f"  {candidate.name}: FAILED: no kernel like {candidate.kernel!r} among {names}")
+        return ["kernel"]
+    return []
+
+
+def run_shape(
+    shape: Shape, candidates: Sequence[Candidate], copy_rate: float
+) -> tuple[list[results.Row], bool]:
+    """Gate and time every candidate on one shape; its rows, and whether all passed."""
+    started = time.perf_counter()
+    inputs = make_inputs(shape)
+    heads = some_heads(shape.H)
+    expected = reference.bwd_recurrence(*head_inputs(inputs, heads), dtype=torch.float64)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    print(f"{shape.name}: inputs and reference in {seconds:.1f} s", flush=True)
+
+    rows, wrong = gate(candidates, inputs, expected, heads, shape)
+    passed = [c for c in candidates if c.name not in wrong]
+    timings = {}
+    if passed:
+        timings = interleaved(
+            {c.name: functools.partial(c.run, *inputs) for c in passed},
+            repeats={c.name: c.repeats for c in passed},
+            warmup=1,
+        )
+    for c in passed:  # after timing: a profiler that was on once may slow later launches
+        foreign = foreign_kernels(c, inputs)
+        if foreign:
+            wrong[c.name] = foreign
+            del timings[c.name]
+
+    moved = bwd_recurrence_bytes(shape, beta_bytes=inputs.beta.element_size())
+    flops = bwd_recurrence_flops(shape)
+    print(describe(shape, timings, moved, flops, copy_rate), flush=True)
+    for c in candidates:
+        rows.append(
+            results.timing_row(
+                "bwd_recurrence",
+                shape.name,
+                c.provider,
+                c.variant,
+                timings.get(c.name),
+                moved=moved,
+                flops=flops,
+                failed=wrong.get(c.name, ()),
+            )
+        )
+    return rows, not wrong
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="perf.run", description=__doc__.splitlines()[0])
+    parser.add_argument("op", choices=["bwd_recurrence"])
+    parser.add_argument("--shapes", type=_words, default=["T8192_H96"], help=", ".join(SHAPES))
+    parser.add_argument("--variants", type=_words, default=["tf32/default", "bf16/default"])
+    parser.add_argument("--scalar", action="store_true", help="with the scalar baseline")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--scalar-repeats", type=int, default=3)
+    parser.add_argument("--out", help="results file to write")
+    args = parser.parse_args(argv)
+    try:
+        shapes = [find_shape(name) for name in args.shapes]
+        candidates = package_candidates(args.variants, args.repeats)
+    except ValueError as error:
+        parser.error(str(error))
+    if not torch.cuda.is_available():
+        print("perf.run needs a CUDA device", file=sys.stderr)
+        return 2
+    if args.scalar:
+        candidates += scalar_candidates(args.scalar_repeats)
+
+    copy_rate, copy = measure_copy_bandwidth()
+    rows = [
+        results.timing_row("copy", "2GiB", "torch", "copy_", copy, moved=2 * COPY_BYTES, flops=0)
+    ]
+    all_passed = True
+    for shape in shapes:
+        more, passed = run_shape(shape, candidates, copy_rate)
+        rows += more
+        all_passed &= passed
+        torch.cuda.empty_cache()
+        if args.out:
+            results.write(args.out, rows)
+    return 0 if all_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The named shapes of the benchmarks, and what a perfect kernel must move and multiply on them."""
+
+from dataclasses import dataclass
+
+CHUNK, HEAD_DIM = 16, 128
+
+# Bytes per second, read + written, that a device-to-device copy reaches on an H200: floors are stated against it.
+COPY_RATE = 4.26e12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch: sequence lengths and heads.  Equal lengths are passed as num_seqs, others as cu_seqlens."""
+
+    name: str
+    lengths: tuple[int, ...]
+    H: int
+
+    @property
+    def T(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows, tails included."""
+        return sum(-(-length // CHUNK) for length in self.lengths)
+
+    @property
+    def varlen(self) -> bool:
+        """Whether the lengths differ."""
+        return len(set(self.lengths)) > 1
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """cu_seqlens: where each sequence starts, and T."""
+        starts = [0]
+        for length in self.lengths:
+            starts.append(starts[-1] + length)
+        return tuple(starts)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("T8192_H96", (8192,), 96),
+        Shape("T8192_H64", (8192,), 64),
+        Shape("B4_T4096_H32", (4096,) * 4, 32),
+        Shape("T8192_H16", (8192,), 16),
+        Shape("T2048_H12", (2048,), 12),
+        Shape("T32768_H32", (32768,), 32),
+        Shape("var6_H64", (1300, 547, 2048, 963, 271, 3063), 64),
+    )
+}
+
+
+def find_shape(name: str) -> Shape:
+    """The shape of that name; ValueError names those that exist."""
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def bwd_recurrence_bytes(
+    shape: Shape, *, beta_bytes: int = 4, dfinal_bytes: int = 0, dinitial_bytes: int = 4
+) -> int:
+    """Bytes that level 1 must read and write once: every argument and every result.
+
+    A full chunk of a head reads 75,328 B (fp32 beta) and writes 37,440 B; dfinal_bytes and dinitial_bytes are the
+    sizes of one element of the states, 0 where there is none.
+    """
+    row, matrix = CHUNK * HEAD_DIM, CHUNK * CHUNK
+    per_token = 2 * HEAD_DIM * 2 + beta_bytes  # do, v, beta
+    per_token += HEAD_DIM * 2  # dv
+    per_tile = 4 * row * 4 + HEAD_DIM * 4 + 2 * matrix * 2 + HEAD_DIM * HEAD_DIM * 2  # workspace
+    per_tile += 4 * row * 4 + HEAD_DIM * 4 + CHUNK * 4  # dkd dqd dki dkr, dgT, dbeta
+    per_sequence = HEAD_DIM * HEAD_DIM * (dfinal_bytes + dinitial_bytes)
+    return shape.H * (shape.T * per_token + shape.tiles * per_tile + shape.N * per_sequence)
+
+
+def bwd_recurrence_flops(shape: Shape) -> int:
+    """Floating-point operations of level 1's matrix products, as m16n8k16 MMAs on whole tiles.
+
+    Per tile: seven [16,128] x [128,128]-sized products (kd S, kr dS, U dS^T, do S^T, dvc S^T, qd^T do, kd^T dvc) of
+    128 MMAs, seven [16,16] x [16,128] of 16 and three [16,128] x [128,16] of 16: 1056.
+    """
+    mmas = 7 * 128 + 7 * 16 + 3 * 16
+    return shape.H * shape.tiles * mmas * 2 * 16 * 8 * 16
+
+
+def floor_us(moved: int) -> float:
+    """Microseconds that moving so many bytes takes at COPY_RATE."""
+    return moved / COPY_RATE * 1e6
