@@ -134,7 +134,9 @@ def prepare(
     w = inv @ (b[..., None] * kd)
     u = inv @ (b[..., None] * to_tiles(v, tiles, dtype))
     states, final_state = _scan_states(kr, w, u, g_total, initial_state, tiles, small)
-    workspace = Workspace(kd, qd, kr, ki, g_total, inv.to(small), mqk.to(small), states)
+    fields = (kd, qd, kr, ki, g_total, inv.to(small), mqk.to(small), states)
+    # The triangular solver's result is column-major on a GPU.
+    workspace = Workspace(*(x.contiguous() for x in fields))
     return Prepared(
         workspace,
         final_state,
