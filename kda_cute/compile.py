@@ -88,13 +88,13 @@ def dsl_version() -> str:
 
 
 def _source_files() -> list[Path]:
-    return sorted(p for folder in SOURCE_FOLDERS for p in (PACKAGE / folder).glob("*.py"))
+    return sorted(p for folder in SOURCE_FOLDERS for p in (PACKAGE / folder).rglob("*.py"))
 
 
 def _hash_files(files: list[Path]) -> str:
     h = hashlib.sha256()
     for path in files:
-        h.update(path.name.encode())
+        h.update(f"{path.parent.name}/{path.name}".encode())
         h.update(path.read_bytes())
     return h.hexdigest()
 

@@ -11,9 +11,12 @@ For bf16 that is the hardware's order.  For tf32 it renumbers k inside a step, a
 neighbours in memory (one 8-byte load), and two D tiles side by side are an A operand without moving data.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, TFloat32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
+from cutlass.cutlass_dsl import dsl_user_op
 
 
 class WarpMma:
@@ -114,9 +117,22 @@ def from_bits(word):
     return cute.recast_tensor(x, Float32)[0]
 
 
-def round_tf32(x):
-    """Bits of x rounded to tf32, to nearest, ties away from zero (the MMA itself truncates)."""
-    return Int32(cute.arch.cvt_f32_tf32(x))
+@dsl_user_op
+def round_tf32(x, *, loc=None, ip=None):
+    """Bits of x rounded to tf32, to nearest even (the MMA itself truncates).
+
+    One instruction, where the DSL's cvt_f32_tf32 (ties away from zero) takes two.
+    """
+    source = Float32(x).ir_value(loc=loc, ip=ip)
+    word = llvm.inline_asm(
+        Int32.mlir_type, [source], "cvt.rn.tf32.f32 $0, $1;", "=r,f", has_side_effects=False, loc=loc, ip=ip
+    )
+    return Int32(word)
+
+
+def rounded_tf32(x):
+    """x rounded to tf32."""
+    return from_bits(round_tf32(x))
 
 
 def pack_bf16(values, fragment):
@@ -208,7 +224,47 @@ def block_b(view, n_block, k_block, k_rows: bool):
     return out
 
 
+def transposed_a(view):
+    """A operand's 8 values of a 16 x 16 tile stored [k, m], seen by pairs along rows."""
+    out = []
+    for s in range(2):
+        for half in range(2):
+            out += load_pair(view, s, half)
+    return out
+
+
+@cute.jit
+def select_half(pair, which: Int32):
+    """pair[which] of two bf16 B operands."""
+    out = cute.make_rmem_tensor(((2, 2), 1), BFloat16)
+    a, b, o = (cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(4)), Int32) for x in (*pair, out))
+    for i in cutlass.range_constexpr(2):
+        o[i] = b[i] if which == 1 else a[i]
+    return out
+
+
 # ---------------------------------------------------------------- reductions over lanes
+def summed_column(lane):
+    """The column, of 16, whose sum `column_sums` and `gather_columns` leave in this lane (and in lane ^ 4)."""
+    return 8 * (lane // 16) + 2 * (lane % 4) + lane // 8 % 2
+
+
+@cute.jit
+def gather_columns(even: Float32, odd: Float32, lane: Int32):
+    """From values of column r of two tiles, equal in a quad, the value of `summed_column`."""
+    source = 4 * (2 * (lane % 4) + lane // 8 % 2)
+    low = cute.arch.shuffle_sync(even, offset=source)
+    high = cute.arch.shuffle_sync(odd, offset=source)
+    return high if (lane & 16) != 0 else low
+
+
+@cute.jit
+def store_column_sums(line: cute.Tensor, total: Float32, row: Int32, col: Int32, lane: Int32):
+    """Store the 16 sums of a block's columns at line[row, col ..]."""
+    if (lane & 4) == 0:
+        line[row, col + summed_column(lane)] = total
+
+
 def quad_sum(x):
     """Sum over the 4 lanes that share r."""
     x = x + cute.arch.shuffle_sync_bfly(x, offset=1)

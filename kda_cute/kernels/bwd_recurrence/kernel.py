@@ -1,0 +1,215 @@
+"""The fused reverse recurrence over a prepared workspace (level 1), chunks of C = 16 tokens, K = V = 128.
+
+Per (sequence, head), from the last chunk to the first, with dS the gradient of the state after the chunk:
+
+    dU  = Mqk^T do + kr dS       dvc = INV^T dU          U = INV vc,  vc = b (v - kd S)      dv = b dvc
+    dkr = U dS^T                 dM  = tril(do U^T)      dL = -tril(dvc U^T, -1)
+    dqd = do S^T + dM ki         dki = dM^T qd + (b dL)^T kd         dkd = b (dL ki - dvc S^T)
+    dgT = exp(gT) rowsum_v(dS S) + colsum(dkr kr)        dbeta = rowsum(dvc (v - kd S)) + rowsum(dL kd ki^T)
+    dS <- exp(gT) dS + qd^T do - kd^T (b dvc)
+
+One CTA walks one (sequence, head).  The recurrence acts on each column v of dS alone, and every product that it needs
+contracts over tokens or over K.  So the value warps hold dS^T in registers, some rows v and all K each, as accumulators; they
+are their own operands, and the serial chain dS -> dU -> dvc -> dS crosses neither a barrier nor shared memory.  Products that
+contract over v go to the key warps, some columns k each, one chunk behind.
+
+    role          warps   registers   work of a chunk                                   MMA steps (m16n8k16) of the role
+    value         0-7     144         dU, dvc, kd S, U; dS, U, dvc to shared memory;    560
+                                      part of dbeta; dS update
+    key           8-11    184         dkr, do S^T, dvc S^T, dM, dL, kd ki^T; dqd dki    496
+                                      dkd; dgT, dbeta, dv; all outputs
+    producer      12      40          TMA and bulk copies of the next chunk, sigmoid
+
+    barrier       full -> empty: tiles of a stage            states_full -> states_empty: the state tile
+                  hand_full -> hand_empty: what the value warps make for the key warps
+
+Rows past a sequence's end exist in its last chunk only, the first one walked: its tiles are zeroed in shared memory once, and
+everything after that is a full chunk.  The diagonal of dM multiplies unrounded fp32 values outside the tensor cores, so that
+the pair (i, i) cancels in dg.  No atomics.  Shared-memory layouts come from `kda_cute.layouts`.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from ...device.warp_mma import WarpMma
+from ...layouts.variants import plan
+from .key import KeyRole
+from .producer import ProducerRole
+from .schedule import (
+    PRODUCER_WARP,
+    REGISTERS,
+    THREADS,
+    Bar,
+    C,
+    Config,
+    D,
+    Gmem,
+    Sync,
+    Tma,
+    Walk,
+)
+from .value import ValueRole
+
+
+class BwdRecurrence:
+    """The kernel for one `Config`."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.plan = plan("bwd_recurrence", config.layout, config.precision)
+        mma = WarpMma(config.precision)
+        self.value = ValueRole(config, self.plan, mma)
+        self.key = KeyRole(config, self.plan, mma)
+        self.producer = ProducerRole(config, self.plan)
+        self.registers = REGISTERS[config.value_warps]
+
+    # ------------------------------------------------------------ launch
+    @cute.jit
+    def __call__(
+        self, do: cute.Tensor, v: cute.Tensor, beta: cute.Tensor,
+        kd: cute.Tensor, qd: cute.Tensor, kr: cute.Tensor, ki: cute.Tensor, g_total: cute.Tensor,
+        inv: cute.Tensor, mqk: cute.Tensor, states: cute.Tensor, dfinal, cu_seqlens,
+        dkd: cute.Tensor, dqd: cute.Tensor, dki: cute.Tensor, dkr: cute.Tensor, dgT: cute.Tensor,
+        dv: cute.Tensor, dbeta: cute.Tensor, dinitial: cute.Tensor, stream: cuda.CUstream,
+    ):  # fmt: skip
+        m = Gmem(do, v, beta, kd, qd, kr, ki, g_total, inv, mqk, states, dfinal, cu_seqlens,
+                 dkd, dqd, dki, dkr, dgT, dv, dbeta, dinitial)  # fmt: skip
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tokens = self.plan["do"].cute_layout()
+        square = self.plan["states"].cute_layout()
+        by_head = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[0, 2, 1]))  # noqa: E731
+        by_tile = cute.make_tensor(states.iterator, cute.select(states.layout, mode=[2, 3, 1, 0]))
+        tma_do = Tma(*cpasync.make_tiled_tma_atom(load, by_head(do), tokens, (C, D)))
+        tma_v = Tma(*cpasync.make_tiled_tma_atom(load, by_head(v), tokens, (C, D)))
+        tma_s = Tma(*cpasync.make_tiled_tma_atom(load, by_tile, square, (D, D)))
+        sequences, heads = dinitial.shape[0], dinitial.shape[1]
+        self.kernel(m, tma_do, tma_v, tma_s).launch(
+            grid=(heads, sequences, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, m: Gmem, tma_do: Tma, tma_v: Tma, tma_s: Tma):
+        base = cutlass.memory.SmemAllocator().allocate(self.plan.total_bytes, 1024)
+        bars = self.plan["barriers"].view(base).iterator
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            self.init_barriers(bars)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # Each role finds its sequence: a value shared by three register budgets would be spilled.
+        if warp >= PRODUCER_WARP:
+            cute.arch.setmaxregister_decrease(self.registers.producer)
+            if warp == PRODUCER_WARP:
+                self.producer.run(m, self.find_sequence(m), base, bars, tma_do, tma_v, tma_s)
+        elif warp >= self.key.value_warps:
+            self.set_registers(self.registers.key)
+            self.key.run(m, self.consumer_walk(m, base, bars), base, bars, warp - self.key.value_warps)
+        else:
+            self.set_registers(self.registers.value)
+            self.value.run(m, self.consumer_walk(m, base, bars), base, bars, warp)
+
+    @staticmethod
+    def set_registers(count):
+        """Registers per thread of a role, from the 128 that every warp starts with."""
+        if count > 128:
+            cute.arch.setmaxregister_increase(count)
+        elif count < 128:
+            cute.arch.setmaxregister_decrease(count)
+
+    def init_barriers(self, bars):
+        with cute.arch.elect_one():
+            for s in range(2):
+                cute.arch.mbarrier_init(bars + Bar.FULL + s, 2)  # the copies, and beta
+                cute.arch.mbarrier_init(bars + Bar.EMPTY + s, PRODUCER_WARP)
+                cute.arch.mbarrier_init(bars + Bar.STATES_FULL + s, 1)
+                cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY + s, PRODUCER_WARP)
+            cute.arch.mbarrier_init(bars + Bar.HAND_FULL, self.key.value_warps)
+            cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, self.key.warps)
+
+    @cute.jit
+    def consumer_walk(self, m: Gmem, base, bars):
+        """The walk of a value or key warp, its tail cleared."""
+        walk = self.find_sequence(m)
+        if walk.tiles > 0:
+            if walk.tail < C:
+                self.zero_tail(walk, base, bars)
+        return walk
+
+    @cute.jit
+    def find_sequence(self, m: Gmem):
+        """This CTA's walk.  Offsets out of range or out of order never lead outside the tensors."""
+        h, n, _ = cute.arch.block_idx()
+        T, all_tiles = m.do.shape[0], m.kd.shape[1]
+        first, last, tile = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.config.varlen):
+            first = clamp(m.cu_seqlens[n], T)
+            last = clamp(m.cu_seqlens[n + 1], T)
+            before = Int32(0)
+            for i in cutlass.range(cute.arch.lane_idx(), n, 32, unroll=1):
+                length = clamp(m.cu_seqlens[i + 1], T) - clamp(m.cu_seqlens[i], T)
+                before = before + (cutlass.max(length, 0) + C - 1) // C
+            tile = cute.arch.warp_reduction(before, lambda a, b: a + b)
+        else:
+            length = T // m.dinitial.shape[0]
+            first = n * length
+            last = first + length
+            tile = n * ((length + C - 1) // C)
+        length = cutlass.max(last - first, 0)
+        tiles = cutlass.max(cutlass.min((length + C - 1) // C, all_tiles - tile), 0)
+        tail = cutlass.min(length - (tiles - 1) * C, C)
+        return Walk(n, h, first, tile, tiles, tail)
+
+    @cute.jit
+    def zero_tail(self, walk: Walk, base, bars):
+        """Zero the rows past the sequence's end in the first stage; all value and key warps."""
+        cute.arch.mbarrier_wait(bars + Bar.FULL, 0)
+        tid, _, _ = cute.arch.thread_idx()
+        threads = 32 * PRODUCER_WARP
+        for i in cutlass.range(walk.tail * D + tid, C * D, threads, unroll=1):
+            self.zero(("kd", "qd", "kr", "ki", "do", "v"), base, i // D, i % D)
+        for i in cutlass.range(walk.tail * C + tid, C * C, threads, unroll=1):
+            self.zero(("inv", "mqk"), base, i // C, i % C)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=Sync.CONSUMERS, number_of_threads=threads)
+
+    def zero(self, names, base, row, col):
+        for name in names:
+            tile = self.plan[name].view(base)
+            tile[row, col] = tile.element_type(0)
+
+
+def clamp(x, top):
+    """x as Int32 within [0, top]."""
+    return cutlass.max(cutlass.min(Int32(x), top), 0)
+
+
+# ---------------------------------------------------------------- compile
+def trace(config: Config):
+    """(jit callable, fake arguments) for `compile.KernelSpec`: T, H, N and tiles dynamic."""
+    sym = cute.sym_int
+    T, H, N, tiles = sym(), sym(), sym(), sym()
+
+    def fake(dtype, *shape, align=16):
+        order = tuple(reversed(range(len(shape))))
+        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+    types = {"bf16": BFloat16, "f32": Float32}
+    wide = lambda: fake(Float32, H, tiles, C, D)  # noqa: E731
+    square = lambda: fake(BFloat16, H, tiles, C, C)  # noqa: E731
+    tokens = lambda: fake(BFloat16, T, H, D)  # noqa: E731
+    state_type = types.get(config.state_grad, Float32)
+    dfinal = fake(state_type, N, H, D, D) if config.state_grad != "none" else None
+    cu = None
+    if config.varlen:
+        cu = cute.runtime.make_fake_tensor(Int32, (sym(),), stride=(sym(),), assumed_align=4)
+    arguments = (
+        tokens(), tokens(), fake(types[config.beta], T, H, align=2 if config.beta == "bf16" else 4),
+        wide(), wide(), wide(), wide(), fake(Float32, H, tiles, D), square(), square(), fake(BFloat16, H, tiles, D, D),
+        dfinal, cu,
+        wide(), wide(), wide(), wide(), fake(Float32, H, tiles, D), tokens(), fake(Float32, H, tiles, C),
+        fake(state_type, N, H, D, D),
+    )  # fmt: skip
+    return BwdRecurrence(config), arguments

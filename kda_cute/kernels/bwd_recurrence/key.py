@@ -1,0 +1,293 @@
+"""Key warps: what contracts over v, and everything that is then local in k.
+
+Warp w of W owns columns k = 8 N w .. of every [16, 128] output, N = 16 / W column tiles of 8.  dM, dL and kd ki^T are small;
+single warps make them, and all read them.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.warp_mma import (
+    block_a,
+    block_b,
+    column_sums,
+    gather_columns,
+    load_pair,
+    pairs_along_columns,
+    pairs_along_rows,
+    quad_sum,
+    select_half,
+    summed_column,
+    transposed_a,
+    unpack_bf16,
+)
+from .schedule import K_BLOCKS, Bar, C, Gmem, Slot, Sync, Walk
+
+
+class KeyRole:
+    """Code of the key warps."""
+
+    def __init__(self, config, plan, mma):
+        self.plan, self.mma, self.tf32 = plan, mma, mma.tf32
+        self.value_warps, self.warps = config.value_warps, 12 - config.value_warps
+        self.N = 16 // self.warps
+        self.gram_warp = self.warps - 1
+        self.stages, self.state_stages = plan["kd"].stages, plan["states"].stages
+
+    @cute.jit
+    def run(self, m: Gmem, walk: Walk, base, bars, warp: Int32):
+        lane = cute.arch.lane_idx()
+        for it in cutlass.range(walk.tiles, unroll=1):
+            t = walk.tiles - 1 - it
+            rows = walk.tail if it == 0 else Int32(C)
+            tile = Int64(walk.tile + t)
+            slot = Slot(it % self.stages, it % self.state_stages, it % 2)
+            cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, (it // self.stages) & 1)
+            F = self.mma.accumulators(1, 2)
+            if warp == self.gram_warp:
+                self.gram(F, base, slot, lane)
+            cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
+            dqd = self.do_states(base, slot, warp, lane)
+            cute.arch.mbarrier_wait(bars + Bar.HAND_FULL, it & 1)
+            self.triangles(base, slot, warp, lane)
+            dkr, dkd, dgT = self.contract(base, slot, warp, lane)
+            dbeta = self.dbeta_over_v(base, slot, lane)
+            late = lane ^ (it >> 30)  # lane: addresses made from it stay in the loop, not in spilled registers
+            self.store_dv(m, base, walk.token + t * C, walk.h, rows, 32 * warp + late)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars + Bar.HAND_EMPTY)
+                cute.arch.mbarrier_arrive(bars + Bar.STATES_EMPTY + slot.state)
+            cute.arch.barrier(barrier_id=Sync.KEYS, number_of_threads=32 * self.warps)
+            if warp == self.gram_warp:
+                self.store_dbeta(m.dbeta, F, dbeta, base, slot, walk.h, tile, late)
+            dki, sums = self.mix(dkr, dqd, dkd, base, slot, warp, late)
+            self.store_dgT(m.dgT, dgT, sums, base, slot, walk.h, tile, warp, late)
+            self.store_slice(m.dkd[walk.h, tile, None, None], dkd, warp, late)
+            self.store_slice(m.dqd[walk.h, tile, None, None], dqd, warp, late)
+            self.store_slice(m.dki[walk.h, tile, None, None], dki, warp, late)
+            self.store_slice(m.dkr[walk.h, tile, None, None], dkr, warp, late)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars + Bar.EMPTY + slot.stage)
+
+    # ------------------------------------------------------------ operands
+    def do_operand(self, base, slot, lane):
+        """kb -> A operand: rows of tokens, k = v 16 kb .., of do."""
+        rows = MatrixRows(self.plan["do"], base, slot.stage, *LaneRows(lane).rows_first())
+        return lambda kb: self.mma.a_from_ldmatrix(rows.load(chunk_step=2 * kb))
+
+    def handed_operand(self, name, base, lane):
+        """kb -> A operand: rows of tokens, k = v 16 kb .., of U or dvc."""
+        if self.tf32:
+            view = pairs_along_columns(self.plan[name].view(base), lane)
+            return lambda kb: self.mma.exact_a(block_a(view, 0, 2 * kb))
+        rows = MatrixRows(self.plan[name], base, 0, *LaneRows(lane).rows_first())
+        return lambda kb: self.mma.a_from_ldmatrix(rows.load(chunk_step=2 * kb))
+
+    def u_columns(self, base, lane):
+        """(half, kb) -> B operand: k = v 16 kb .., n = tokens 8 half .. of U."""
+        if self.tf32:
+            view = pairs_along_columns(self.plan["U"].view(base), lane)
+            return lambda half, kb: self.mma.exact_b(block_b(view, half, 2 * kb, False))
+        rows = MatrixRows(self.plan["U"], base, 0, *LaneRows(lane).columns_first())
+        return lambda half, kb: select_half(self.mma.b_pair_from_ldmatrix(rows.load(chunk_step=2 * kb)), half)
+
+    def state_columns(self, base, slot, warp, lane):
+        """kb -> the fp32 values of N B operands: k = v 16 kb .., n = this warp's columns of S."""
+        row, chunk = LaneRows(lane).rows_first()
+        rows = MatrixRows(self.plan["states"], base, slot.state, row, self.N * warp + chunk)
+        return lambda kb: [rows.load(16 * kb, 2 * j, transpose=True) for j in range(self.N // 2)]
+
+    # ------------------------------------------------------------ small products
+    def gram(self, F, base, slot, lane):
+        """F = kd ki^T."""
+        kd, ki = (pairs_along_columns(self.plan[name].view(base, slot.stage), lane) for name in ("kd", "ki"))
+        for kb in range(K_BLOCKS):
+            a = self.mma.operand_a(block_a(kd, 0, 2 * kb))
+            for n in range(2):
+                self.mma.step(F, 0, n, a, self.mma.operand_b(block_b(ki, n, 2 * kb, False)))
+
+    @cute.jit
+    def triangles(self, base, slot: Slot, warp: Int32, lane: Int32):
+        """Warps 0, 1: columns of dM = do U^T; warps 2, 3: of -dL = dvc U^T.  Strictly lower parts and dM's diagonal."""
+        if warp < 4:
+            acc = self.mma.accumulators(1, 1)
+            if warp < 2:
+                self.times_u(acc, self.do_operand(base, slot, lane), base, warp % 2, lane)
+            else:
+                self.times_u(acc, self.handed_operand("dvc", base, lane), base, warp % 2, lane)
+            self.store_triangle(acc, base, slot, warp % 2, warp < 2, lane)
+
+    def times_u(self, acc, a, base, half_n, lane):
+        """acc += A U^T, tokens 8 half_n .. of U."""
+        u = self.u_columns(base, lane)
+        for kb in range(K_BLOCKS):
+            self.mma.step(acc, 0, 0, a(kb), u(half_n, kb))
+
+    @cute.jit
+    def store_triangle(self, acc, base, slot: Slot, half_n: Int32, is_dM: cutlass.Boolean, lane: Int32):
+        """The strictly lower part of half the columns of dM or -dL."""
+        sM, sDiagonal, sL, sLb = (self.plan[n].view(base, slot.small) for n in ("dM", "dM_diag", "dL", "dLb"))
+        b = self.plan["beta"].view(base, slot.stage)
+        for half in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(2):
+                i, j = lane // 4 + 8 * half, 8 * half_n + 2 * (lane % 4) + e
+                x = acc[(e, half), 0, 0]
+                lower = x if j < i else Float32(0)
+                if is_dM:
+                    sM[i, j] = lower
+                    if i == j:
+                        sDiagonal[0, i] = x
+                else:
+                    sL[i, j] = -lower
+                    sLb[i, j] = -lower * b[0, i]
+
+    # ------------------------------------------------------------ products over v
+    def do_states(self, base, slot, warp, lane):
+        """dqd = do S^T, so far."""
+        dqd = self.mma.accumulators(1, self.N)
+        do, states = self.do_operand(base, slot, lane), self.state_columns(base, slot, warp, lane)
+        for kb in range(K_BLOCKS):
+            a = do(kb)
+            for j, packed in enumerate(states(kb)):
+                for n, b in enumerate(self.mma.b_pair_from_ldmatrix(packed)):
+                    self.mma.step(dqd, 0, 2 * j + n, a, b)
+        return dqd
+
+    def contract(self, base, slot, warp, lane):
+        """dkr = U dS^T, dkd = -dvc S^T so far, and rowsum_v(dS S): one sum a lane and pair of column tiles."""
+        mma = self.mma
+        dkr, dkd = (mma.accumulators(1, self.N) for _ in range(2))
+        dvc, u = (self.handed_operand(name, base, lane) for name in ("dvc", "U"))
+        states, dS = self.state_columns(base, slot, warp, lane), self.dS_columns(base, warp, lane)
+        sums = [Float32(0)] * self.N
+        for kb in range(K_BLOCKS):
+            a_dvc, a_u = dvc(kb), u(kb)
+            for j, packed in enumerate(states(kb)):
+                b_s, (b_ds, ds) = mma.b_pair_from_ldmatrix(packed), dS(kb, j)
+                state = unpack_bf16(packed)
+                for n in range(2):
+                    at = 2 * j + n
+                    mma.step(dkd, 0, at, a_dvc, b_s[n])
+                    mma.step(dkr, 0, at, a_u, b_ds[n])
+                    for x, y in zip(state[4 * n : 4 * n + 4], ds[4 * n : 4 * n + 4], strict=True):
+                        sums[at] = sums[at] + x * y
+        for n in range(self.N):
+            for half in range(2):
+                for e in range(2):
+                    dkd[(e, half), 0, n] = -dkd[(e, half), 0, n]
+        sums = [quad_sum(x) for x in sums]
+        return dkr, dkd, [gather_columns(sums[2 * j], sums[2 * j + 1], lane) for j in range(self.N // 2)]
+
+    def dS_columns(self, base, warp, lane):
+        """(kb, j) -> two B operands and their values: k = v 16 kb .., n = columns of dS^T."""
+        if self.tf32:
+            view = pairs_along_rows(self.plan["dS"].view(base), lane)
+
+            def load(kb, j):
+                blocks = [block_b(view, self.N * warp + 2 * j + n, 2 * kb, True) for n in range(2)]
+                return [self.mma.exact_b(x) for x in blocks], blocks[0] + blocks[1]
+
+            return load
+        row, chunk = LaneRows(lane).rows_first()
+        rows = MatrixRows(self.plan["dS"], base, 0, row, self.N * warp + chunk)
+
+        def load_packed(kb, j):
+            packed = rows.load(16 * kb, 2 * j, transpose=True)
+            return self.mma.b_pair_from_ldmatrix(packed), unpack_bf16(packed)
+
+        return load_packed
+
+    def dbeta_over_v(self, base, slot, lane):
+        """rowsum_v(dvc (v - kd S)), token lane % 16: the value warps' parts."""
+        part = self.plan["dbeta_part"].view(base, slot.small)
+        total = Float32(0)
+        for w in range(self.value_warps):
+            total = total + part[w, lane % C]
+        return total
+
+    # ------------------------------------------------------------ products over tokens
+    def mix(self, dkr, dqd, dkd, base, slot, warp, lane):
+        """dqd += dM ki, dkd = b (dkd + dL ki), dki = dM^T qd + (b dL)^T kd; the diagonal of dM in fp32; colsum(dkr kr)."""
+        p, mma = self.plan, self.mma
+        dM, dL = (pairs_along_columns(p[n].view(base, slot.small), lane) for n in ("dM", "dL"))
+        dM_t, dLb_t = (pairs_along_rows(p[n].view(base, slot.small), lane) for n in ("dM", "dLb"))
+        a_m, a_l = (mma.operand_a(block_a(x, 0, 0)) for x in (dM, dL))
+        a_mt, a_lt = (mma.operand_a(transposed_a(x)) for x in (dM_t, dLb_t))
+        rows = [pairs_along_rows(p[n].view(base, slot.stage), lane) for n in ("kd", "qd", "ki")]
+        dki = mma.accumulators(1, self.N)
+        for n in range(self.N):
+            b_kd, b_qd, b_ki = (mma.operand_b(block_b(x, self.N * warp + n, 0, True)) for x in rows)
+            mma.step(dqd, 0, n, a_m, b_ki)
+            mma.step(dkd, 0, n, a_l, b_ki)
+            mma.step(dki, 0, n, a_mt, b_qd)
+            mma.step(dki, 0, n, a_lt, b_kd)
+        columns = [pairs_along_columns(p[n].view(base, slot.stage), lane) for n in ("kr", "qd", "ki")]
+        diagonal, b = p["dM_diag"].view(base, slot.small), p["beta"].view(base, slot.stage)
+        sums = [Float32(0)] * (2 * self.N)
+        for half in range(2):
+            row = lane // 4 + 8 * half
+            mii, bi = diagonal[0, row], b[0, row]
+            for n in range(self.N):
+                kr, qd, ki = (load_pair(x, half, self.N * warp + n) for x in columns)
+                for e in range(2):
+                    at = ((e, half), 0, n)
+                    dqd[at] = dqd[at] + mii * ki[e]
+                    dki[at] = dki[at] + mii * qd[e]
+                    dkd[at] = dkd[at] * bi
+                    sums[e + 2 * n] = sums[e + 2 * n] + dkr[at] * kr[e]
+        return dki, [column_sums(*sums[4 * j : 4 * j + 4], lane) for j in range(self.N // 2)]
+
+    # ------------------------------------------------------------ outputs
+    @cute.jit
+    def store_dv(self, m: Gmem, base, token: Int32, h: Int32, rows: Int32, thread: Int32):
+        """dv rows of the chunk that belong to the sequence, in 16-byte vectors."""
+        for j in cutlass.range_constexpr(8 // self.warps):
+            i = thread + 32 * self.warps * j
+            row, col = i // 16, i % 16
+            if row < rows:
+                src = cute.local_tile(self.plan["dv"].view(base), (1, 8), (row, col))[0, None]
+                values = cute.make_rmem_tensor((8,), BFloat16)
+                cute.autovec_copy(src, values)
+                cute.autovec_copy(values, cute.local_tile(m.dv[Int64(token + row), h, None], (8,), (col,)))
+
+    @cute.jit
+    def store_dbeta(
+        self, mDbeta: cute.Tensor, F, over_v: Float32, base, slot: Slot, h: Int32, tile: Int64, lane: Int32
+    ):
+        """dbeta = its part over v + rowsum(dL F); one warp."""
+        dL = pairs_along_columns(self.plan["dL"].view(base, slot.small), lane)
+        for half in cutlass.range_constexpr(2):
+            total = Float32(0)
+            for n in cutlass.range_constexpr(2):
+                pair = load_pair(dL, half, n)
+                total = total + pair[0] * F[(0, half), 0, n] + pair[1] * F[(1, half), 0, n]
+            row = lane // 4 + 8 * half
+            total = quad_sum(total) + cute.arch.shuffle_sync(over_v, offset=row)
+            if lane % 4 == 0:
+                mDbeta[h, tile, row] = total
+
+    @cute.jit
+    def store_dgT(
+        self, mDgT: cute.Tensor, over_v, over_tokens, base, slot: Slot, h: Int32, tile: Int64, warp: Int32, lane: Int32
+    ):
+        """dgT = exp(gT) rowsum_v(dS S) + colsum(dkr kr)."""
+        eg = self.plan["g_total"].view(base, slot.stage)
+        if (lane & 4) == 0:
+            for j in cutlass.range_constexpr(self.N // 2):
+                k = 8 * self.N * warp + 16 * j + summed_column(lane)
+                mDgT[h, tile, k] = eg[0, k] * over_v[j] + over_tokens[j]
+
+    def store_slice(self, out, acc, warp, lane):
+        """This warp's columns of a [16, 128] output tile."""
+        r, c = lane // 4, lane % 4
+        for n in range(self.N):
+            for half in range(2):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                for e in range(2):
+                    pair[e] = acc[(e, half), 0, n]
+                line = out[r + 8 * half, None]
+                cute.autovec_copy(pair, cute.local_tile(line, (2,), (4 * (self.N * warp + n) + c,)))

@@ -1,0 +1,90 @@
+"""The producer warp: copies of the next chunk's tiles, and the sigmoid of its beta."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from .schedule import Bar, C, D, Gmem, Tma, Walk
+
+
+class ProducerRole:
+    """Code of the producer warp."""
+
+    def __init__(self, config, plan):
+        self.plan = plan
+        self.stages, self.state_stages = plan["kd"].stages, plan["states"].stages
+
+    @cute.jit
+    def run(self, m: Gmem, walk: Walk, base, bars, tma_do: Tma, tma_v: Tma, tma_s: Tma):
+        """Copy the tiles of each chunk to shared memory, and the sigmoid of its beta."""
+        for it in cutlass.range(walk.tiles, unroll=1):
+            t = walk.tiles - 1 - it
+            s, turn = it % self.stages, it // self.stages
+            cute.arch.mbarrier_wait(bars + Bar.EMPTY + s, (turn & 1) ^ 1)
+            self.copy_chunk(m, walk, base, bars + Bar.FULL + s, s, t, tma_do, tma_v)
+            self.write_beta(m, walk, base, s, t)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(bars + Bar.FULL + s)
+            ss, state_turn = it % self.state_stages, it // self.state_stages
+            cute.arch.mbarrier_wait(bars + Bar.STATES_EMPTY + ss, (state_turn & 1) ^ 1)
+            self.copy_states(walk, base, bars + Bar.STATES_FULL + ss, ss, t, tma_s)
+
+    def copy_chunk(self, m, walk, base, full, s, t, tma_do, tma_v):
+        """Issue the copies of one chunk's stage; they complete on `full`."""
+        p, h = self.plan, walk.h
+        tile, token = Int64(walk.tile + t), walk.token + t * C
+        f32_row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        bf16_row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * C * D * 4 + 2 * C * D * 2 + 2 * C * C * 2 + D * 4)
+        copy_tokens(tma_do, p["do"].view(base, s), token, h, full)
+        copy_tokens(tma_v, p["v"].view(base, s), token, h, full)
+        with cute.arch.elect_one():
+            for src, name in ((m.kr, "kr"), (m.kd, "kd"), (m.qd, "qd"), (m.ki, "ki")):
+                dst = p[name].view(base, s)
+                for row in range(C):
+                    cute.copy(f32_row, src[h, tile, row, None], dst[row, None], mbar_ptr=full)
+            for src, name in ((m.inv, "inv"), (m.mqk, "mqk")):
+                flat = cute.make_layout(C * C)
+                row = cute.make_tensor(src[h, tile, None, None].iterator, flat)
+                cute.copy(bf16_row, row, cute.make_tensor(p[name].view(base, s).iterator, flat), mbar_ptr=full)
+            cute.copy(f32_row, m.g_total[h, tile, None], p["g_total"].view(base, s)[0, None], mbar_ptr=full)
+
+    @cute.jit
+    def write_beta(self, m: Gmem, walk: Walk, base, s: Int32, t: Int32):
+        """b = sigmoid(beta) of the chunk's tokens; 0 past the sequence's end."""
+        lane = cute.arch.lane_idx()
+        line = self.plan["beta"].view(base, s)
+        if lane < C:
+            b = Float32(0)
+            if t * C + lane < (walk.tiles - 1) * C + walk.tail:
+                b = sigmoid(Float32(m.beta[walk.token + t * C + lane, walk.h]))
+            line[0, lane] = b
+
+    def copy_states(self, walk, base, full, ss, t, tma_s):
+        """Issue the copy of one chunk's state."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, D * D * 2)
+        tile = cute.local_tile(tma_s.tensor[None, None, walk.tile + t, walk.h], (D, D), (0, 0))
+        copy_tile(tma_s.atom, tile, self.plan["states"].view(base, ss), full)
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)) by ex2 and rcp; 0 for very negative x."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -1.4426950408889634, fastmath=True))
+
+
+def copy_tokens(tma, tile, token, h, bar):
+    """16 rows from `token` on, of head h, to a tile."""
+    rows = cute.local_tile(cute.domain_offset((token, 0), tma.tensor[None, None, h]), (C, D), (0, 0))
+    copy_tile(tma.atom, rows, tile, bar)
+
+
+def copy_tile(atom, src, dst, bar):
+    """One tensor copy, completing on bar."""
+    dst, src = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(dst, 0, 2), cute.group_modes(src, 0, 2)
+    )
+    cute.copy(atom, src, dst, tma_bar_ptr=bar)

@@ -1,0 +1,241 @@
+"""Value warps: the recurrence itself, dS^T in registers.
+
+Warp w of W owns rows v = 16 M w .. of dS^T, M = 8 / W, and all of K: X[(i, half), m, n] is row 16 (M w + m) + 8 half + r,
+column 8 n + 2c + i (r = lane // 4, c = lane % 4).  All products here contract over tokens or over K, and an accumulator is
+an operand of the next product as it stands, so a chunk needs no exchange between value warps.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.warp_mma import (
+    block_b,
+    block_values,
+    column_sums,
+    load_pair,
+    packed_bf16,
+    pairs_along_columns,
+    pairs_along_rows,
+    rounded_tf32,
+    store_column_sums,
+    store_pair,
+    unpack_bf16,
+)
+from .schedule import K_BLOCKS, Bar, Gmem, Slot, Walk
+
+
+class ValueRole:
+    """Code of the value warps.  first_state: the state tile is double-buffered, so use it before dS is needed."""
+
+    def __init__(self, config, plan, mma):
+        self.config, self.plan, self.mma, self.tf32 = config, plan, mma, mma.tf32
+        self.M = 8 // config.value_warps
+        self.stages, self.state_stages = plan["kd"].stages, plan["states"].stages
+
+    @cute.jit
+    def run(self, m: Gmem, walk: Walk, base, bars, warp: Int32):
+        lane = cute.arch.lane_idx()
+        X = self.mma.accumulators(self.M, 2 * K_BLOCKS)
+        if const_expr(self.config.state_grad != "none"):
+            self.load_state_grad(m.dfinal[walk.n, walk.h, None, None], X, warp, lane)
+        for it in cutlass.range(walk.tiles, unroll=1):
+            slot = Slot(it % self.stages, it % self.state_stages, it % 2)
+            cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, (it // self.stages) & 1)
+            b = self.betas(base, slot, lane)
+            if const_expr(self.state_stages == 1):
+                # The state arrives late, for its only buffer was in use: do without it as long as possible.
+                cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
+                do_t, dvc = self.make_dvc(X, base, slot, warp, lane)
+                self.wait_states(bars, it, slot)
+                vs = self.minus_kd_states(base, slot, warp, lane)
+                self.arrive(bars + Bar.STATES_EMPTY + slot.state)
+                U = self.make_u(vs, b, base, slot, lane)
+                self.publish_columns("U", U, base, warp, lane)
+            else:
+                self.wait_states(bars, it, slot)
+                vs = self.minus_kd_states(base, slot, warp, lane)
+                self.arrive(bars + Bar.STATES_EMPTY + slot.state)
+                U = self.make_u(vs, b, base, slot, lane)
+                cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
+                self.publish_columns("U", U, base, warp, lane)
+                do_t, dvc = self.make_dvc(X, base, slot, warp, lane)
+            bdvc = self.publish_dvc(dvc, vs, b, base, slot, warp, lane)
+            self.arrive(bars + Bar.HAND_FULL)
+            self.update(X, do_t, bdvc, base, slot, lane)
+            self.arrive(bars + Bar.EMPTY + slot.stage)
+        self.store_state_grad(m.dinitial[walk.n, walk.h, None, None], X, warp, lane)
+
+    def wait_states(self, bars, it, slot):
+        cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
+
+    @staticmethod
+    def arrive(bar):
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(bar)
+
+    # ------------------------------------------------------------ global memory
+    def state_pairs(self, state, warp, lane):
+        """((half, m, n), this lane's pair of a [V, K] state) for each pair of X."""
+        for i in range(self.M):
+            for n in range(2 * K_BLOCKS):
+                for half in range(2):
+                    line = state[16 * (self.M * warp + i) + 8 * half + lane // 4, None]
+                    yield (half, i, n), cute.local_tile(line, (2,), (4 * n + lane % 4,))
+
+    def load_state_grad(self, state, X, warp, lane):
+        for (half, i, n), src in self.state_pairs(state, warp, lane):
+            pair = cute.make_rmem_tensor((2,), state.element_type)
+            cute.autovec_copy(src, pair)
+            for e in range(2):
+                X[(e, half), i, n] = Float32(pair[e])
+
+    def store_state_grad(self, state, X, warp, lane):
+        for (half, i, n), dst in self.state_pairs(state, warp, lane):
+            pair = cute.make_rmem_tensor((2,), state.element_type)
+            for e in range(2):
+                pair[e] = X[(e, half), i, n].to(state.element_type)
+            cute.autovec_copy(pair, dst)
+
+    # ------------------------------------------------------------ steps
+    def betas(self, base, slot, lane):
+        """b of this lane's tokens 8 n + 2c + i, at index i + 2 n."""
+        line = self.plan["beta"].view(base, slot.stage)
+        return [line[0, 8 * n + 2 * (lane % 4) + i] for n in range(2) for i in range(2)]
+
+    def columns(self, name, base, stage, warp, lane):
+        """This warp's columns v of a [16, 128] tile, transposed: A operands, or accumulators [v, token]."""
+        row, chunk = LaneRows(lane).columns_first()
+        return MatrixRows(self.plan[name], base, stage, row, 2 * self.M * warp + chunk)
+
+    def make_dvc(self, X, base, slot, warp, lane):
+        """dU^T = do^T Mqk + dS^T kr^T, dvc^T = dU^T INV.  Returns the operand do^T and the accumulators of dvc^T.
+
+        dS goes to shared memory as it is rounded: a rounded copy kept for later would cost as many registers again.
+        """
+        p, mma = self.plan, self.mma
+        kr = pairs_along_columns(p["kr"].view(base, slot.stage), lane)
+        do = self.columns("do", base, slot.stage, warp, lane)
+        do_t = [mma.a_from_ldmatrix(do.load(chunk_step=2 * i, transpose=True)) for i in range(self.M)]
+        mqk, inv = (MatrixRows(p[name], base, slot.stage, *LaneRows(lane).rows_first()) for name in ("mqk", "inv"))
+        b_mqk = mma.b_pair_from_ldmatrix(mqk.load(transpose=True))
+        dU = mma.accumulators(self.M, 2)
+        for i in range(self.M):
+            for n in range(2):
+                mma.step(dU, i, n, do_t[i], b_mqk[n])
+        store_dS = self.store_dS(base, warp, lane)
+        for kb in range(K_BLOCKS):
+            b_kr = [mma.operand_b(block_b(kr, n, 2 * kb, False)) for n in range(2)]
+            for i in range(self.M):
+                a = mma.operand_a(block_values(X, i, 2 * kb))
+                store_dS(i, kb, a)
+                for n in range(2):
+                    mma.step(dU, i, n, a, b_kr[n])
+        b_inv = mma.b_pair_from_ldmatrix(inv.load(transpose=True))
+        dvc = mma.accumulators(self.M, 2)
+        for i in range(self.M):
+            a = mma.operand_a(block_values(dU, i, 0))
+            for n in range(2):
+                mma.step(dvc, i, n, a, b_inv[n])
+        return do_t, dvc
+
+    def store_dS(self, base, warp, lane):
+        """(i, kb, operand) -> None: 16 rows and 16 columns of dS^T to shared memory, from their A operand."""
+        tile = self.plan["dS"]
+        if self.tf32:
+            view = pairs_along_columns(tile.view(base), lane)
+
+            def store(i, kb, a):
+                values = self.mma.values_a(a)
+                for at in range(0, 8, 2):
+                    row_block = 2 * (self.M * warp + i) + at // 2 % 2
+                    store_pair(view, row_block, 2 * kb + at // 4, values[at : at + 2])
+
+            return store
+        row, chunk = LaneRows(lane).rows_first()
+        rows = MatrixRows(tile, base, 0, 16 * self.M * warp + row, chunk)
+        return lambda i, kb, a: rows.store(a, 16 * i, 2 * kb)
+
+    def minus_kd_states(self, base, slot, warp, lane):
+        """(v - kd S)^T: 8 values for each 16 rows of v."""
+        p, mma = self.plan, self.mma
+        row, chunk = LaneRows(lane).rows_first()
+        states = MatrixRows(p["states"], base, slot.state, 16 * self.M * warp + row, chunk)
+        v = self.columns("v", base, slot.stage, warp, lane)
+        kd = pairs_along_columns(p["kd"].view(base, slot.stage), lane)
+        kdS = mma.accumulators(self.M, 2)
+        for kb in range(K_BLOCKS):
+            b_kd = [mma.operand_b(block_b(kd, n, 2 * kb, False)) for n in range(2)]
+            for i in range(self.M):
+                a = mma.a_from_ldmatrix(states.load(16 * i, 2 * kb))
+                for n in range(2):
+                    mma.step(kdS, i, n, a, b_kd[n])
+        vs = []
+        for i in range(self.M):
+            values = unpack_bf16(v.load(chunk_step=2 * i, transpose=True))
+            vs.append([x - y for x, y in zip(values, block_values(kdS, i, 0), strict=True)])
+        return vs
+
+    def make_u(self, vs, b, base, slot, lane):
+        """U^T = (b (v - kd S))^T INV^T."""
+        inv = MatrixRows(self.plan["inv"], base, slot.stage, *LaneRows(lane).columns_first())
+        b_inv = self.mma.b_pair_from_ldmatrix(inv.load())
+        U = self.mma.accumulators(self.M, 2)
+        for i in range(self.M):
+            a = self.mma.operand_a(scaled(vs[i], b))
+            for n in range(2):
+                self.mma.step(U, i, n, a, b_inv[n])
+        return U
+
+    def publish_columns(self, name, acc, base, warp, lane):
+        """This warp's columns v of U or dvc, rounded to the key warps' operand: accumulators [v, token] to rows of tokens."""
+        rows = self.columns(name, base, 0, warp, lane)
+        view = pairs_along_rows(self.plan[name].view(base), lane)
+        for i in range(self.M):
+            values = block_values(acc, i, 0)
+            if self.tf32:
+                for at in range(0, 8, 2):
+                    pair = [rounded_tf32(x) for x in values[at : at + 2]]
+                    store_pair(view, at // 4, 2 * (self.M * warp + i) + at // 2 % 2, pair)
+            else:
+                rows.store(packed_bf16(values), chunk_step=2 * i, transpose=True)
+
+    def publish_dvc(self, dvc, vs, b, base, slot, warp, lane):
+        """dvc, dv and this warp's part of rowsum_v(dvc (v - kd S)).  Returns b dvc, 8 values for each 16 rows of v."""
+        self.publish_columns("dvc", dvc, base, warp, lane)
+        dv = self.columns("dv", base, 0, warp, lane)
+        bdvc, sums = [], [Float32(0)] * 4
+        for i in range(self.M):
+            values = block_values(dvc, i, 0)
+            bdvc.append(scaled(values, b))
+            dv.store(packed_bf16(bdvc[i]), chunk_step=2 * i, transpose=True)
+            for j, (x, y) in enumerate(zip(values, vs[i], strict=True)):
+                at = j % 2 + 2 * (j // 4)
+                sums[at] = sums[at] + x * y
+        part = self.plan["dbeta_part"].view(base, slot.small)
+        store_column_sums(part, column_sums(*sums, lane), warp, 0, lane)
+        return bdvc
+
+    def update(self, X, do_t, bdvc, base, slot, lane):
+        """dS^T <- dS^T exp(gT) + do^T qd - (b dvc)^T kd."""
+        p, mma = self.plan, self.mma
+        eg = pairs_along_columns(p["g_total"].view(base, slot.stage), lane % 4)
+        qd, kd = (pairs_along_rows(p[name].view(base, slot.stage), lane) for name in ("qd", "kd"))
+        minus = [mma.operand_a([-x for x in values]) for values in bdvc]
+        for n in range(2 * K_BLOCKS):
+            scale = load_pair(eg, 0, n)
+            b_qd = mma.operand_b(block_b(qd, n, 0, True))
+            b_kd = mma.operand_b(block_b(kd, n, 0, True))
+            for i in range(self.M):
+                for half in range(2):
+                    for e in range(2):
+                        X[(e, half), i, n] = X[(e, half), i, n] * scale[e]
+                mma.step(X, i, n, do_t[i], b_qd)
+                mma.step(X, i, n, minus[i], b_kd)
+
+
+def scaled(values, b):
+    """Rows [v, token] of 8 values times b of their token."""
+    return [x * b[j % 2 + 2 * (j // 4)] for j, x in enumerate(values)]
