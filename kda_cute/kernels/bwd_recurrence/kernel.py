@@ -37,10 +37,12 @@ from cutlass.cute.nvgpu import cpasync
 from ...device.warp_mma import WarpMma
 from ...layouts.variants import plan
 from .key import KeyRole
-from .producer import ProducerRole
+from .producer import ProducerRole, StoreRole
 from .schedule import (
+    CONSUMER_WARPS,
     PRODUCER_WARP,
     REGISTERS,
+    STORE_WARP,
     THREADS,
     Bar,
     C,
@@ -64,6 +66,7 @@ class BwdRecurrence:
         self.value = ValueRole(config, self.plan, mma)
         self.key = KeyRole(config, self.plan, mma)
         self.producer = ProducerRole(config, self.plan)
+        self.store = StoreRole(self.plan)
         self.registers = REGISTERS[config.value_warps]
 
     # ------------------------------------------------------------ launch
@@ -100,10 +103,12 @@ class BwdRecurrence:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Each role finds its sequence: a value shared by three register budgets would be spilled.
-        if warp >= PRODUCER_WARP:
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(self.registers.producer)
             if warp == PRODUCER_WARP:
                 self.producer.run(m, self.find_sequence(m), base, bars, tma_do, tma_v, tma_s)
+            if warp == STORE_WARP:
+                self.store.run(m, self.find_sequence(m), base, bars)
         elif warp >= self.key.value_warps:
             self.set_registers(self.registers.key)
             self.key.run(m, self.consumer_walk(m, base, bars), base, bars, warp - self.key.value_warps)
@@ -123,10 +128,13 @@ class BwdRecurrence:
         with cute.arch.elect_one():
             for s in range(2):
                 cute.arch.mbarrier_init(bars + Bar.FULL + s, 2)  # the copies, and beta
-                cute.arch.mbarrier_init(bars + Bar.EMPTY + s, PRODUCER_WARP)
+                cute.arch.mbarrier_init(bars + Bar.UPDATED + s, self.key.value_warps)
+                cute.arch.mbarrier_init(bars + Bar.STORED + s, self.key.warps)
+                cute.arch.mbarrier_init(bars + Bar.EMPTY + s, 1)
                 cute.arch.mbarrier_init(bars + Bar.STATES_FULL + s, 1)
-                cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY + s, PRODUCER_WARP)
-            cute.arch.mbarrier_init(bars + Bar.HAND_FULL, self.key.value_warps)
+                cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY + s, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(bars + Bar.DVC_FULL, self.key.value_warps)
+            cute.arch.mbarrier_init(bars + Bar.U_FULL, self.key.value_warps)
             cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, self.key.warps)
 
     @cute.jit
@@ -167,7 +175,7 @@ class BwdRecurrence:
         """Zero the rows past the sequence's end in the first stage; all value and key warps."""
         cute.arch.mbarrier_wait(bars + Bar.FULL, 0)
         tid, _, _ = cute.arch.thread_idx()
-        threads = 32 * PRODUCER_WARP
+        threads = 32 * CONSUMER_WARPS
         for i in cutlass.range(walk.tail * D + tid, C * D, threads, unroll=1):
             self.zero(("kd", "qd", "kr", "ki", "do", "v"), base, i // D, i % D)
         for i in cutlass.range(walk.tail * C + tid, C * C, threads, unroll=1):

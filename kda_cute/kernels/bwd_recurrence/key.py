@@ -6,7 +6,7 @@ single warps make them, and all read them.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import (
@@ -19,6 +19,7 @@ from ...device.warp_mma import (
     pairs_along_rows,
     quad_sum,
     select_half,
+    store_pair,
     summed_column,
     transposed_a,
     unpack_bf16,
@@ -49,29 +50,34 @@ class KeyRole:
             if warp == self.gram_warp:
                 self.gram(F, base, slot, lane)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
-            dqd = self.do_states(base, slot, warp, lane)
-            cute.arch.mbarrier_wait(bars + Bar.HAND_FULL, it & 1)
-            self.triangles(base, slot, warp, lane)
-            dkr, dkd, dgT = self.contract(base, slot, warp, lane)
+            dqd, dkd, dkr = (self.mma.accumulators(1, self.N) for _ in range(3))
+            cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
+            self.store_dv(m, base, walk.token + t * C, walk.h, rows)
+            if const_expr(self.state_stages == 1):
+                self.contract(dqd, dkd, None, base, slot, warp, lane)
+                cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
+                self.triangles(base, slot, warp, lane)
+                dgT = self.contract(None, None, dkr, base, slot, warp, lane)
+            else:
+                cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
+                self.triangles(base, slot, warp, lane)
+                dgT = self.contract(dqd, dkd, dkr, base, slot, warp, lane)
             dbeta = self.dbeta_over_v(base, slot, lane)
-            late = lane ^ (it >> 30)  # lane: addresses made from it stay in the loop, not in spilled registers
-            self.store_dv(m, base, walk.token + t * C, walk.h, rows, 32 * warp + late)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars + Bar.HAND_EMPTY)
                 cute.arch.mbarrier_arrive(bars + Bar.STATES_EMPTY + slot.state)
             cute.arch.barrier(barrier_id=Sync.KEYS, number_of_threads=32 * self.warps)
             if warp == self.gram_warp:
-                self.store_dbeta(m.dbeta, F, dbeta, base, slot, walk.h, tile, late)
-            dki, sums = self.mix(dkr, dqd, dkd, base, slot, warp, late)
-            self.store_dgT(m.dgT, dgT, sums, base, slot, walk.h, tile, warp, late)
-            self.store_slice(m.dkd[walk.h, tile, None, None], dkd, warp, late)
-            self.store_slice(m.dqd[walk.h, tile, None, None], dqd, warp, late)
-            self.store_slice(m.dki[walk.h, tile, None, None], dki, warp, late)
-            self.store_slice(m.dkr[walk.h, tile, None, None], dkr, warp, late)
+                self.store_dbeta(m.dbeta, F, dbeta, base, slot, walk.h, tile, lane)
+            dki, sums = self.mix(dkr, dqd, dkd, base, slot, warp, lane)
+            self.store_dgT(m.dgT, dgT, sums, base, slot, walk.h, tile, warp, lane)
+            cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, (it // self.stages) & 1)
+            self.stage_outputs(dkd, dqd, dki, dkr, base, slot, warp, lane)
+            cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars + Bar.EMPTY + slot.stage)
+                cute.arch.mbarrier_arrive(bars + Bar.STORED + slot.stage)
 
     # ------------------------------------------------------------ operands
     def do_operand(self, base, slot, lane):
@@ -146,41 +152,40 @@ class KeyRole:
                     sLb[i, j] = -lower * b[0, i]
 
     # ------------------------------------------------------------ products over v
-    def do_states(self, base, slot, warp, lane):
-        """dqd = do S^T, so far."""
-        dqd = self.mma.accumulators(1, self.N)
-        do, states = self.do_operand(base, slot, lane), self.state_columns(base, slot, warp, lane)
-        for kb in range(K_BLOCKS):
-            a = do(kb)
-            for j, packed in enumerate(states(kb)):
-                for n, b in enumerate(self.mma.b_pair_from_ldmatrix(packed)):
-                    self.mma.step(dqd, 0, 2 * j + n, a, b)
-        return dqd
+    def contract(self, dqd, dkd, dkr, base, slot, warp, lane):
+        """dqd = do S^T and dkd = -dvc S^T so far, dkr = U dS^T; None: not this one.
 
-    def contract(self, base, slot, warp, lane):
-        """dkr = U dS^T, dkd = -dvc S^T so far, and rowsum_v(dS S): one sum a lane and pair of column tiles."""
+        With dkr, returns rowsum_v(dS S): one sum a lane and pair of column tiles.
+        """
         mma = self.mma
-        dkr, dkd = (mma.accumulators(1, self.N) for _ in range(2))
-        dvc, u = (self.handed_operand(name, base, lane) for name in ("dvc", "U"))
+        do, dvc, u = self.do_operand(base, slot, lane), self.handed_operand("dvc", base, lane), self.handed_operand("U", base, lane)
         states, dS = self.state_columns(base, slot, warp, lane), self.dS_columns(base, warp, lane)
         sums = [Float32(0)] * self.N
         for kb in range(K_BLOCKS):
-            a_dvc, a_u = dvc(kb), u(kb)
+            if dqd is not None:
+                a_do, a_dvc = do(kb), dvc(kb)
+            if dkr is not None:
+                a_u = u(kb)
             for j, packed in enumerate(states(kb)):
-                b_s, (b_ds, ds) = mma.b_pair_from_ldmatrix(packed), dS(kb, j)
-                state = unpack_bf16(packed)
-                for n in range(2):
-                    at = 2 * j + n
-                    mma.step(dkd, 0, at, a_dvc, b_s[n])
-                    mma.step(dkr, 0, at, a_u, b_ds[n])
-                    for x, y in zip(state[4 * n : 4 * n + 4], ds[4 * n : 4 * n + 4], strict=True):
-                        sums[at] = sums[at] + x * y
-        for n in range(self.N):
-            for half in range(2):
-                for e in range(2):
-                    dkd[(e, half), 0, n] = -dkd[(e, half), 0, n]
+                if dqd is not None:
+                    for n, b in enumerate(mma.b_pair_from_ldmatrix(packed)):
+                        mma.step(dqd, 0, 2 * j + n, a_do, b)
+                        mma.step(dkd, 0, 2 * j + n, a_dvc, b)
+                if dkr is not None:
+                    state, (b_ds, ds) = unpack_bf16(packed), dS(kb, j)
+                    for n in range(2):
+                        mma.step(dkr, 0, 2 * j + n, a_u, b_ds[n])
+                        for x, y in zip(state[4 * n : 4 * n + 4], ds[4 * n : 4 * n + 4], strict=True):
+                            sums[2 * j + n] = sums[2 * j + n] + x * y
+        if dqd is not None:
+            for n in range(self.N):
+                for half in range(2):
+                    for e in range(2):
+                        dkd[(e, half), 0, n] = -dkd[(e, half), 0, n]
+        if dkr is None:
+            return None
         sums = [quad_sum(x) for x in sums]
-        return dkr, dkd, [gather_columns(sums[2 * j], sums[2 * j + 1], lane) for j in range(self.N // 2)]
+        return [gather_columns(sums[2 * j], sums[2 * j + 1], lane) for j in range(self.N // 2)]
 
     def dS_columns(self, base, warp, lane):
         """(kb, j) -> two B operands and their values: k = v 16 kb .., n = columns of dS^T."""
@@ -243,10 +248,11 @@ class KeyRole:
 
     # ------------------------------------------------------------ outputs
     @cute.jit
-    def store_dv(self, m: Gmem, base, token: Int32, h: Int32, rows: Int32, thread: Int32):
+    def store_dv(self, m: Gmem, base, token: Int32, h: Int32, rows: Int32):
         """dv rows of the chunk that belong to the sequence, in 16-byte vectors."""
+        tid, _, _ = cute.arch.thread_idx()
         for j in cutlass.range_constexpr(8 // self.warps):
-            i = thread + 32 * self.warps * j
+            i = tid - 32 * self.value_warps + 32 * self.warps * j
             row, col = i // 16, i % 16
             if row < rows:
                 src = cute.local_tile(self.plan["dv"].view(base), (1, 8), (row, col))[0, None]
@@ -281,13 +287,10 @@ class KeyRole:
                 k = 8 * self.N * warp + 16 * j + summed_column(lane)
                 mDgT[h, tile, k] = eg[0, k] * over_v[j] + over_tokens[j]
 
-    def store_slice(self, out, acc, warp, lane):
-        """This warp's columns of a [16, 128] output tile."""
-        r, c = lane // 4, lane % 4
-        for n in range(self.N):
-            for half in range(2):
-                pair = cute.make_rmem_tensor((2,), Float32)
-                for e in range(2):
-                    pair[e] = acc[(e, half), 0, n]
-                line = out[r + 8 * half, None]
-                cute.autovec_copy(pair, cute.local_tile(line, (2,), (4 * (self.N * warp + n) + c,)))
+    def stage_outputs(self, dkd, dqd, dki, dkr, base, slot, warp, lane):
+        """This warp's columns of the outputs, into the bytes of the tiles that they are gradients of."""
+        for name, acc in (("kd", dkd), ("qd", dqd), ("ki", dki), ("kr", dkr)):
+            view = pairs_along_columns(self.plan[name].view(base, slot.stage), lane)
+            for n in range(self.N):
+                for half in range(2):
+                    store_pair(view, half, self.N * warp + n, [acc[(e, half), 0, n] for e in range(2)])

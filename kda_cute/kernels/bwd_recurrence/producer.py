@@ -1,4 +1,4 @@
-"""The producer warp: copies of the next chunk's tiles, and the sigmoid of its beta."""
+"""The producer warp (copies of the next chunk's tiles, the sigmoid of its beta) and the store warp (copies of outputs)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -69,6 +69,33 @@ class ProducerRole:
             cute.arch.mbarrier_arrive_and_expect_tx(full, D * D * 2)
         tile = cute.local_tile(tma_s.tensor[None, None, walk.tile + t, walk.h], (D, D), (0, 0))
         copy_tile(tma_s.atom, tile, self.plan["states"].view(base, ss), full)
+
+
+class StoreRole:
+    """Code of the store warp: outputs from the tiles' bytes to global memory, then the stage is empty."""
+
+    def __init__(self, plan):
+        self.plan, self.stages = plan, plan["kd"].stages
+
+    @cute.jit
+    def run(self, m: Gmem, walk: Walk, base, bars):
+        for it in cutlass.range(walk.tiles, unroll=1):
+            s = it % self.stages
+            cute.arch.mbarrier_wait(bars + Bar.STORED + s, (it // self.stages) & 1)
+            tile = Int64(walk.tile + walk.tiles - 1 - it)
+            with cute.arch.elect_one():
+                for row in cutlass.range(C, unroll=4):
+                    self.copy_row(m, base, s, walk.h, tile, row)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(bars + Bar.EMPTY + s)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    def copy_row(self, m, base, s, h, tile, row):
+        atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), Float32)
+        for name, out in (("kd", m.dkd), ("qd", m.dqd), ("ki", m.dki), ("kr", m.dkr)):
+            cute.copy(atom, self.plan[name].view(base, s)[row, None], out[h, tile, row, None])
 
 
 def sigmoid(x):

@@ -10,7 +10,7 @@ from cutlass import Int32
 C, D = 16, 128  # tokens of a chunk; K = V
 K_BLOCKS = D // 16  # steps of 16 along K or V
 THREADS = 512
-PRODUCER_WARP = 12  # warps 13-15 only complete its warpgroup, which setmaxnreg needs
+CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13  # warps 14, 15 complete a warpgroup, for setmaxnreg
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Config:
     beta: str = "bf16"
     state_grad: str = "none"
     varlen: bool = False
-    value_warps: int = 8
+    value_warps: int = 4
 
 
 class Registers(NamedTuple):
@@ -37,14 +37,17 @@ REGISTERS = {8: Registers(144, 184, 40), 4: Registers(232, 120, 40)}  # by numbe
 
 
 class Bar(enum.IntEnum):
-    """Indices of mbarriers; the first four cover two stages each."""
+    """Indices of mbarriers; two in a row are those of two stages."""
 
     FULL = 0  # producer -> value, key: the tiles of a chunk
-    EMPTY = 2
-    STATES_FULL = 4  # producer -> value, key: the state on entering the chunk
-    STATES_EMPTY = 6
-    HAND_FULL = 8  # value -> key: U, dvc, dS, dv, partial sums
-    HAND_EMPTY = 9
+    UPDATED = 2  # value -> key: the tiles were read, their bytes may take the outputs
+    STORED = 4  # key -> store: the outputs are in the tiles' bytes
+    EMPTY = 6  # store -> producer
+    STATES_FULL = 8  # producer -> value, key: the state on entering the chunk
+    STATES_EMPTY = 10
+    DVC_FULL = 12  # value -> key: dS, dvc, dv
+    U_FULL = 13  # value -> key: U, parts of dbeta
+    HAND_EMPTY = 14  # key -> value, for both
 
 
 class Sync(enum.IntEnum):

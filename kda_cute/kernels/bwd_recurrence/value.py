@@ -27,7 +27,7 @@ from .schedule import K_BLOCKS, Bar, Gmem, Slot, Walk
 
 
 class ValueRole:
-    """Code of the value warps.  first_state: the state tile is double-buffered, so use it before dS is needed."""
+    """Code of the value warps."""
 
     def __init__(self, config, plan, mma):
         self.config, self.plan, self.mma, self.tf32 = config, plan, mma, mma.tf32
@@ -45,30 +45,29 @@ class ValueRole:
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, (it // self.stages) & 1)
             b = self.betas(base, slot, lane)
             if const_expr(self.state_stages == 1):
-                # The state arrives late, for its only buffer was in use: do without it as long as possible.
+                # The state comes late, for its only buffer was in use: let the key warps start without U.
                 cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
-                do_t, dvc = self.make_dvc(X, base, slot, warp, lane)
-                self.wait_states(bars, it, slot)
-                vs = self.minus_kd_states(base, slot, warp, lane)
-                self.arrive(bars + Bar.STATES_EMPTY + slot.state)
+                dvc = self.make_dvc(X, base, slot, warp, lane)
+                self.publish_dvc(dvc, b, base, warp, lane)
+                self.arrive(bars + Bar.DVC_FULL)
+                vs = self.minus_kd_states(base, bars, it, slot, warp, lane)
                 U = self.make_u(vs, b, base, slot, lane)
                 self.publish_columns("U", U, base, warp, lane)
+                self.publish_dbeta(dvc, vs, base, slot, warp, lane)
+                self.arrive(bars + Bar.U_FULL)
             else:
-                self.wait_states(bars, it, slot)
-                vs = self.minus_kd_states(base, slot, warp, lane)
-                self.arrive(bars + Bar.STATES_EMPTY + slot.state)
+                vs = self.minus_kd_states(base, bars, it, slot, warp, lane)
                 U = self.make_u(vs, b, base, slot, lane)
                 cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
                 self.publish_columns("U", U, base, warp, lane)
-                do_t, dvc = self.make_dvc(X, base, slot, warp, lane)
-            bdvc = self.publish_dvc(dvc, vs, b, base, slot, warp, lane)
-            self.arrive(bars + Bar.HAND_FULL)
-            self.update(X, do_t, bdvc, base, slot, lane)
-            self.arrive(bars + Bar.EMPTY + slot.stage)
+                dvc = self.make_dvc(X, base, slot, warp, lane)
+                self.publish_dbeta(dvc, vs, base, slot, warp, lane)
+                self.publish_dvc(dvc, b, base, warp, lane)
+                self.arrive(bars + Bar.U_FULL)
+                self.arrive(bars + Bar.DVC_FULL)
+            self.update(X, dvc, b, base, slot, warp, lane)
+            self.arrive(bars + Bar.UPDATED + slot.stage)
         self.store_state_grad(m.dinitial[walk.n, walk.h, None, None], X, warp, lane)
-
-    def wait_states(self, bars, it, slot):
-        cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
 
     @staticmethod
     def arrive(bar):
@@ -110,15 +109,19 @@ class ValueRole:
         row, chunk = LaneRows(lane).columns_first()
         return MatrixRows(self.plan[name], base, stage, row, 2 * self.M * warp + chunk)
 
+    def do_operands(self, base, slot, warp, lane):
+        """A operands do^T, for each 16 rows of v."""
+        do = self.columns("do", base, slot.stage, warp, lane)
+        return [self.mma.a_from_ldmatrix(do.load(chunk_step=2 * i, transpose=True)) for i in range(self.M)]
+
     def make_dvc(self, X, base, slot, warp, lane):
-        """dU^T = do^T Mqk + dS^T kr^T, dvc^T = dU^T INV.  Returns the operand do^T and the accumulators of dvc^T.
+        """dU^T = do^T Mqk + dS^T kr^T, dvc^T = dU^T INV.  Returns the accumulators of dvc^T.
 
         dS goes to shared memory as it is rounded: a rounded copy kept for later would cost as many registers again.
         """
         p, mma = self.plan, self.mma
         kr = pairs_along_columns(p["kr"].view(base, slot.stage), lane)
-        do = self.columns("do", base, slot.stage, warp, lane)
-        do_t = [mma.a_from_ldmatrix(do.load(chunk_step=2 * i, transpose=True)) for i in range(self.M)]
+        do_t = self.do_operands(base, slot, warp, lane)
         mqk, inv = (MatrixRows(p[name], base, slot.stage, *LaneRows(lane).rows_first()) for name in ("mqk", "inv"))
         b_mqk = mma.b_pair_from_ldmatrix(mqk.load(transpose=True))
         dU = mma.accumulators(self.M, 2)
@@ -139,7 +142,7 @@ class ValueRole:
             a = mma.operand_a(block_values(dU, i, 0))
             for n in range(2):
                 mma.step(dvc, i, n, a, b_inv[n])
-        return do_t, dvc
+        return dvc
 
     def store_dS(self, base, warp, lane):
         """(i, kb, operand) -> None: 16 rows and 16 columns of dS^T to shared memory, from their A operand."""
@@ -158,8 +161,9 @@ class ValueRole:
         rows = MatrixRows(tile, base, 0, 16 * self.M * warp + row, chunk)
         return lambda i, kb, a: rows.store(a, 16 * i, 2 * kb)
 
-    def minus_kd_states(self, base, slot, warp, lane):
-        """(v - kd S)^T: 8 values for each 16 rows of v."""
+    def minus_kd_states(self, base, bars, it, slot, warp, lane):
+        """(v - kd S)^T, once the state is there: 8 values for each 16 rows of v."""
+        cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
         p, mma = self.plan, self.mma
         row, chunk = LaneRows(lane).rows_first()
         states = MatrixRows(p["states"], base, slot.state, 16 * self.M * warp + row, chunk)
@@ -172,6 +176,7 @@ class ValueRole:
                 a = mma.a_from_ldmatrix(states.load(16 * i, 2 * kb))
                 for n in range(2):
                     mma.step(kdS, i, n, a, b_kd[n])
+        self.arrive(bars + Bar.STATES_EMPTY + slot.state)
         vs = []
         for i in range(self.M):
             values = unpack_bf16(v.load(chunk_step=2 * i, transpose=True))
@@ -202,28 +207,30 @@ class ValueRole:
             else:
                 rows.store(packed_bf16(values), chunk_step=2 * i, transpose=True)
 
-    def publish_dvc(self, dvc, vs, b, base, slot, warp, lane):
-        """dvc, dv and this warp's part of rowsum_v(dvc (v - kd S)).  Returns b dvc, 8 values for each 16 rows of v."""
+    def publish_dvc(self, dvc, b, base, warp, lane):
+        """dvc and dv = b dvc."""
         self.publish_columns("dvc", dvc, base, warp, lane)
         dv = self.columns("dv", base, 0, warp, lane)
-        bdvc, sums = [], [Float32(0)] * 4
         for i in range(self.M):
-            values = block_values(dvc, i, 0)
-            bdvc.append(scaled(values, b))
-            dv.store(packed_bf16(bdvc[i]), chunk_step=2 * i, transpose=True)
-            for j, (x, y) in enumerate(zip(values, vs[i], strict=True)):
+            dv.store(packed_bf16(scaled(block_values(dvc, i, 0), b)), chunk_step=2 * i, transpose=True)
+
+    def publish_dbeta(self, dvc, vs, base, slot, warp, lane):
+        """This warp's part of rowsum_v(dvc (v - kd S))."""
+        sums = [Float32(0)] * 4
+        for i in range(self.M):
+            for j, (x, y) in enumerate(zip(block_values(dvc, i, 0), vs[i], strict=True)):
                 at = j % 2 + 2 * (j // 4)
                 sums[at] = sums[at] + x * y
         part = self.plan["dbeta_part"].view(base, slot.small)
         store_column_sums(part, column_sums(*sums, lane), warp, 0, lane)
-        return bdvc
 
-    def update(self, X, do_t, bdvc, base, slot, lane):
+    def update(self, X, dvc, b, base, slot, warp, lane):
         """dS^T <- dS^T exp(gT) + do^T qd - (b dvc)^T kd."""
         p, mma = self.plan, self.mma
         eg = pairs_along_columns(p["g_total"].view(base, slot.stage), lane % 4)
         qd, kd = (pairs_along_rows(p[name].view(base, slot.stage), lane) for name in ("qd", "kd"))
-        minus = [mma.operand_a([-x for x in values]) for values in bdvc]
+        do_t = self.do_operands(base, slot, warp, lane)
+        minus = [mma.operand_a([-x for x in scaled(block_values(dvc, i, 0), b)]) for i in range(self.M)]
         for n in range(2 * K_BLOCKS):
             scale = load_pair(eg, 0, n)
             b_qd = mma.operand_b(block_b(qd, n, 0, True))
