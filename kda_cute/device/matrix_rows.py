@@ -19,8 +19,8 @@ BLOCK = 8  # chunks in 128 bytes
 class MatrixRows:
     """Rows of matrices in one stage of a bf16 tile, from the lane's (row, chunk).
 
-    `row_step` (a multiple of 8) and `chunk_step` are Python ints.  The bits of `chunk` that vary and those of `chunk_step`
-    must not meet, so that their sum is their XOR.
+    `row_step` (a multiple of 8) and `chunk_step` are ints, known while tracing or not.  The bits of `chunk` that vary and
+    those of `chunk_step` must not meet, so that their sum is their XOR.
     """
 
     def __init__(self, tile, base, stage, row, chunk):
@@ -37,12 +37,12 @@ class MatrixRows:
         self.pointer = pointer
 
     def _at(self, row_step, chunk_step):
-        offset = row_step * self.row_pitch
         if self.swizzled:
-            inside = self.chunk ^ (chunk_step % BLOCK) if chunk_step % BLOCK else self.chunk
-            pointer = self.pointer + _pieces(inside * CHUNK) + (offset + chunk_step // BLOCK * self.block_pitch)
+            inside = self.chunk ^ (chunk_step % BLOCK)
+            steps = row_step * self.row_pitch + chunk_step // BLOCK * self.block_pitch
+            pointer = self.pointer + _pieces(inside * CHUNK) + _pieces(steps)
         else:
-            pointer = self.pointer + (offset + chunk_step * CHUNK)
+            pointer = self.pointer + _pieces(row_step * self.row_pitch + chunk_step * CHUNK)
         return cute.make_tensor(pointer, cute.make_layout(((8, 1), 1)))
 
     def load(self, row_step=0, chunk_step=0, *, transpose=False):
@@ -60,7 +60,7 @@ class MatrixRows:
 
 def _pieces(offset):
     """An offset known to be whole 16-byte pieces, so that the pointer keeps its alignment."""
-    return cute.assume(offset, divby=CHUNK)
+    return offset if isinstance(offset, int) else cute.assume(offset, divby=CHUNK)
 
 
 def _vector(fragment):

@@ -36,6 +36,7 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
     each chunk, have a shorter life.
     """
     tf32 = precision == "tf32"
+    stages = 2 if tf32 else 3
     swizzle, dense, square = Swizzle128(), Dense(), GroupPadded(4, 24, 104)
 
     def operand(name: str, rows: int) -> Tile:
@@ -47,12 +48,12 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
         return Tile(name, shape, "f32", layout, stages=2, first="contract", last="mix")
 
     return [
-        *(Tile(name, (16, 128), "f32", wide, stages=2) for name in ("kd", "qd", "kr", "ki")),
-        *(Tile(name, (16, 128), "bf16", swizzle, stages=2) for name in ("do", "v")),
-        *(Tile(name, (16, 16), "bf16", dense, stages=2) for name in ("inv", "mqk")),
-        Tile("g_total", (1, 128), "f32", dense, stages=2),
-        Tile("beta", (1, 16), "f32", dense, stages=2),
-        Tile("states", (128, 128), "bf16", swizzle, stages=1 if tf32 else 2),  # [V, K]
+        *(Tile(name, (16, 128), "f32", wide, stages=stages) for name in ("kd", "qd", "kr", "ki")),
+        *(Tile(name, (16, 128), "bf16", swizzle, stages=stages) for name in ("do", "v")),
+        *(Tile(name, (16, 16), "bf16", dense, stages=stages) for name in ("inv", "mqk")),
+        Tile("g_total", (1, 128), "f32", dense, stages=stages),
+        Tile("beta", (1, 16), "f32", dense, stages=stages),
+        Tile("states", (128, 128), "bf16", swizzle, stages=1),  # [V, K]
         operand("dS", 128),  # [V, K]
         operand("U", 16),
         operand("dvc", 16),
@@ -60,7 +61,7 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
         Tile("dbeta_part", (8, 16), "f32", dense, stages=2),
         *(key_only(name, (16, 16), square) for name in ("dM", "dL", "dLb")),
         key_only("dM_diag", (1, 16), dense),
-        Tile("barriers", (1, 16), "i64", dense),
+        Tile("barriers", (1, 32), "i64", dense),
     ]
 
 

@@ -126,13 +126,13 @@ class BwdRecurrence:
 
     def init_barriers(self, bars):
         with cute.arch.elect_one():
-            for s in range(2):
+            for s in range(self.producer.stages):
                 cute.arch.mbarrier_init(bars + Bar.FULL + s, 2)  # the copies, and beta
                 cute.arch.mbarrier_init(bars + Bar.UPDATED + s, self.key.value_warps)
                 cute.arch.mbarrier_init(bars + Bar.STORED + s, self.key.warps)
                 cute.arch.mbarrier_init(bars + Bar.EMPTY + s, 1)
-                cute.arch.mbarrier_init(bars + Bar.STATES_FULL + s, 1)
-                cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY + s, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(bars + Bar.STATES_FULL, 1)
+            cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY, CONSUMER_WARPS)
             cute.arch.mbarrier_init(bars + Bar.DVC_FULL, self.key.value_warps)
             cute.arch.mbarrier_init(bars + Bar.U_FULL, self.key.value_warps)
             cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, self.key.warps)

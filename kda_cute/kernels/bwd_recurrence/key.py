@@ -6,7 +6,7 @@ single warps make them, and all read them.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64
 
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import (
@@ -24,7 +24,7 @@ from ...device.warp_mma import (
     transposed_a,
     unpack_bf16,
 )
-from .schedule import K_BLOCKS, Bar, C, Gmem, Slot, Sync, Walk
+from .schedule import K_BLOCKS, UNROLL, Bar, C, Gmem, Slot, Sync, Walk
 
 
 class KeyRole:
@@ -35,7 +35,7 @@ class KeyRole:
         self.value_warps, self.warps = config.value_warps, 12 - config.value_warps
         self.N = 16 // self.warps
         self.gram_warp = self.warps - 1
-        self.stages, self.state_stages = plan["kd"].stages, plan["states"].stages
+        self.stages = plan["kd"].stages
 
     @cute.jit
     def run(self, m: Gmem, walk: Walk, base, bars, warp: Int32):
@@ -44,35 +44,29 @@ class KeyRole:
             t = walk.tiles - 1 - it
             rows = walk.tail if it == 0 else Int32(C)
             tile = Int64(walk.tile + t)
-            slot = Slot(it % self.stages, it % self.state_stages, it % 2)
-            cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, (it // self.stages) & 1)
+            slot = Slot(it % self.stages, it // self.stages & 1, it & 1)
+            cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             F = self.mma.accumulators(1, 2)
             if warp == self.gram_warp:
                 self.gram(F, base, slot, lane)
-            cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
-            dqd, dkd, dkr = (self.mma.accumulators(1, self.N) for _ in range(3))
+            cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             self.store_dv(m, base, walk.token + t * C, walk.h, rows)
-            if const_expr(self.state_stages == 1):
-                self.contract(dqd, dkd, None, base, slot, warp, lane)
-                cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
-                self.triangles(base, slot, warp, lane)
-                dgT = self.contract(None, None, dkr, base, slot, warp, lane)
-            else:
-                cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
-                self.triangles(base, slot, warp, lane)
-                dgT = self.contract(dqd, dkd, dkr, base, slot, warp, lane)
+            dqd, dkd = self.contract_states(base, slot, warp, lane)
+            cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
+            self.triangles(base, slot, warp, lane)
+            dkr, dgT = self.contract_dS(base, warp, lane)
             dbeta = self.dbeta_over_v(base, slot, lane)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars + Bar.HAND_EMPTY)
-                cute.arch.mbarrier_arrive(bars + Bar.STATES_EMPTY + slot.state)
+                cute.arch.mbarrier_arrive(bars + Bar.STATES_EMPTY)
             cute.arch.barrier(barrier_id=Sync.KEYS, number_of_threads=32 * self.warps)
             if warp == self.gram_warp:
                 self.store_dbeta(m.dbeta, F, dbeta, base, slot, walk.h, tile, lane)
             dki, sums = self.mix(dkr, dqd, dkd, base, slot, warp, lane)
             self.store_dgT(m.dgT, dgT, sums, base, slot, walk.h, tile, warp, lane)
-            cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, (it // self.stages) & 1)
+            cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, slot.turn)
             self.stage_outputs(dkd, dqd, dki, dkr, base, slot, warp, lane)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -101,20 +95,23 @@ class KeyRole:
         rows = MatrixRows(self.plan["U"], base, 0, *LaneRows(lane).columns_first())
         return lambda half, kb: select_half(self.mma.b_pair_from_ldmatrix(rows.load(chunk_step=2 * kb)), half)
 
-    def state_columns(self, base, slot, warp, lane):
-        """kb -> the fp32 values of N B operands: k = v 16 kb .., n = this warp's columns of S."""
+    def state_columns(self, name, base, warp, lane):
+        """Rows of v, this warp's columns k, of the states tile or of a bf16 dS tile: B operands with k = v."""
         row, chunk = LaneRows(lane).rows_first()
-        rows = MatrixRows(self.plan["states"], base, slot.state, row, self.N * warp + chunk)
-        return lambda kb: [rows.load(16 * kb, 2 * j, transpose=True) for j in range(self.N // 2)]
+        return MatrixRows(self.plan[name], base, 0, row, self.N * warp + chunk)
 
     # ------------------------------------------------------------ small products
-    def gram(self, F, base, slot, lane):
+    @cute.jit
+    def gram(self, F, base, slot: Slot, lane: Int32):
         """F = kd ki^T."""
         kd, ki = (pairs_along_columns(self.plan[name].view(base, slot.stage), lane) for name in ("kd", "ki"))
-        for kb in range(K_BLOCKS):
-            a = self.mma.operand_a(block_a(kd, 0, 2 * kb))
-            for n in range(2):
-                self.mma.step(F, 0, n, a, self.mma.operand_b(block_b(ki, n, 2 * kb, False)))
+        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+            self.gram_step(F, kd, ki, kb)
+
+    def gram_step(self, F, kd, ki, kb):
+        a = self.mma.operand_a(block_a(kd, 0, 2 * kb))
+        for n in range(2):
+            self.mma.step(F, 0, n, a, self.mma.operand_b(block_b(ki, n, 2 * kb, False)))
 
     @cute.jit
     def triangles(self, base, slot: Slot, warp: Int32, lane: Int32):
@@ -127,10 +124,11 @@ class KeyRole:
                 self.times_u(acc, self.handed_operand("dvc", base, lane), base, warp % 2, lane)
             self.store_triangle(acc, base, slot, warp % 2, warp < 2, lane)
 
-    def times_u(self, acc, a, base, half_n, lane):
+    @cute.jit
+    def times_u(self, acc, a, base, half_n: Int32, lane: Int32):
         """acc += A U^T, tokens 8 half_n .. of U."""
         u = self.u_columns(base, lane)
-        for kb in range(K_BLOCKS):
+        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
             self.mma.step(acc, 0, 0, a(kb), u(half_n, kb))
 
     @cute.jit
@@ -152,40 +150,49 @@ class KeyRole:
                     sLb[i, j] = -lower * b[0, i]
 
     # ------------------------------------------------------------ products over v
-    def contract(self, dqd, dkd, dkr, base, slot, warp, lane):
-        """dqd = do S^T and dkd = -dvc S^T so far, dkr = U dS^T; None: not this one.
+    @cute.jit
+    def contract_states(self, base, slot: Slot, warp: Int32, lane: Int32):
+        """dqd = do S^T and dkd = -dvc S^T, so far."""
+        dqd, dkd = self.mma.accumulators(1, self.N), self.mma.accumulators(1, self.N)
+        do, dvc = self.do_operand(base, slot, lane), self.handed_operand("dvc", base, lane)
+        states = self.state_columns("states", base, warp, lane)
+        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+            self.contract_states_step(dqd, dkd, do, dvc, states, kb)
+        for i in cutlass.range_constexpr(cute.size(dkd)):
+            dkd[i] = -dkd[i]
+        return dqd, dkd
 
-        With dkr, returns rowsum_v(dS S): one sum a lane and pair of column tiles.
-        """
-        mma = self.mma
-        do, dvc, u = self.do_operand(base, slot, lane), self.handed_operand("dvc", base, lane), self.handed_operand("U", base, lane)
-        states, dS = self.state_columns(base, slot, warp, lane), self.dS_columns(base, warp, lane)
-        sums = [Float32(0)] * self.N
-        for kb in range(K_BLOCKS):
-            if dqd is not None:
-                a_do, a_dvc = do(kb), dvc(kb)
-            if dkr is not None:
-                a_u = u(kb)
-            for j, packed in enumerate(states(kb)):
-                if dqd is not None:
-                    for n, b in enumerate(mma.b_pair_from_ldmatrix(packed)):
-                        mma.step(dqd, 0, 2 * j + n, a_do, b)
-                        mma.step(dkd, 0, 2 * j + n, a_dvc, b)
-                if dkr is not None:
-                    state, (b_ds, ds) = unpack_bf16(packed), dS(kb, j)
-                    for n in range(2):
-                        mma.step(dkr, 0, 2 * j + n, a_u, b_ds[n])
-                        for x, y in zip(state[4 * n : 4 * n + 4], ds[4 * n : 4 * n + 4], strict=True):
-                            sums[2 * j + n] = sums[2 * j + n] + x * y
-        if dqd is not None:
-            for n in range(self.N):
-                for half in range(2):
-                    for e in range(2):
-                        dkd[(e, half), 0, n] = -dkd[(e, half), 0, n]
-        if dkr is None:
-            return None
-        sums = [quad_sum(x) for x in sums]
-        return [gather_columns(sums[2 * j], sums[2 * j + 1], lane) for j in range(self.N // 2)]
+    def contract_states_step(self, dqd, dkd, do, dvc, states, kb):
+        a_do, a_dvc = do(kb), dvc(kb)
+        for j in range(self.N // 2):
+            for n, b in enumerate(self.mma.b_pair_from_ldmatrix(states.load(16 * kb, 2 * j, transpose=True))):
+                self.mma.step(dqd, 0, 2 * j + n, a_do, b)
+                self.mma.step(dkd, 0, 2 * j + n, a_dvc, b)
+
+    @cute.jit
+    def contract_dS(self, base, warp: Int32, lane: Int32):
+        """dkr = U dS^T, and rowsum_v(dS S): one sum a lane and pair of column tiles."""
+        dkr = self.mma.accumulators(1, self.N)
+        sums = cute.make_rmem_tensor((self.N,), Float32)
+        sums.fill(0.0)
+        u, dS = self.handed_operand("U", base, lane), self.dS_columns(base, warp, lane)
+        states = self.state_columns("states", base, warp, lane)
+        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+            self.contract_dS_step(dkr, sums, u, dS, states, kb)
+        return dkr, self.gather_sums(sums, lane)
+
+    def contract_dS_step(self, dkr, sums, u, dS, states, kb):
+        a = u(kb)
+        for j in range(self.N // 2):
+            state, (b, ds) = unpack_bf16(states.load(16 * kb, 2 * j, transpose=True)), dS(kb, j)
+            for n in range(2):
+                self.mma.step(dkr, 0, 2 * j + n, a, b[n])
+                for i in range(4 * n, 4 * n + 4):
+                    sums[2 * j + n] = sums[2 * j + n] + state[i] * ds[i]
+
+    def gather_sums(self, sums, lane):
+        total = [quad_sum(sums[n]) for n in range(self.N)]
+        return [gather_columns(total[2 * j], total[2 * j + 1], lane) for j in range(self.N // 2)]
 
     def dS_columns(self, base, warp, lane):
         """(kb, j) -> two B operands and their values: k = v 16 kb .., n = columns of dS^T."""
@@ -197,8 +204,7 @@ class KeyRole:
                 return [self.mma.exact_b(x) for x in blocks], blocks[0] + blocks[1]
 
             return load
-        row, chunk = LaneRows(lane).rows_first()
-        rows = MatrixRows(self.plan["dS"], base, 0, row, self.N * warp + chunk)
+        rows = self.state_columns("dS", base, warp, lane)
 
         def load_packed(kb, j):
             packed = rows.load(16 * kb, 2 * j, transpose=True)

@@ -13,23 +13,22 @@ class ProducerRole:
 
     def __init__(self, config, plan):
         self.plan = plan
-        self.stages, self.state_stages = plan["kd"].stages, plan["states"].stages
+        self.stages = plan["kd"].stages
 
     @cute.jit
     def run(self, m: Gmem, walk: Walk, base, bars, tma_do: Tma, tma_v: Tma, tma_s: Tma):
         """Copy the tiles of each chunk to shared memory, and the sigmoid of its beta."""
         for it in cutlass.range(walk.tiles, unroll=1):
             t = walk.tiles - 1 - it
-            s, turn = it % self.stages, it // self.stages
-            cute.arch.mbarrier_wait(bars + Bar.EMPTY + s, (turn & 1) ^ 1)
+            s = it % self.stages
+            cute.arch.mbarrier_wait(bars + Bar.EMPTY + s, (it // self.stages & 1) ^ 1)
             self.copy_chunk(m, walk, base, bars + Bar.FULL + s, s, t, tma_do, tma_v)
             self.write_beta(m, walk, base, s, t)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bars + Bar.FULL + s)
-            ss, state_turn = it % self.state_stages, it // self.state_stages
-            cute.arch.mbarrier_wait(bars + Bar.STATES_EMPTY + ss, (state_turn & 1) ^ 1)
-            self.copy_states(walk, base, bars + Bar.STATES_FULL + ss, ss, t, tma_s)
+            cute.arch.mbarrier_wait(bars + Bar.STATES_EMPTY, (it & 1) ^ 1)
+            self.copy_states(walk, base, bars + Bar.STATES_FULL, t, tma_s)
 
     def copy_chunk(self, m, walk, base, full, s, t, tma_do, tma_v):
         """Issue the copies of one chunk's stage; they complete on `full`."""
@@ -63,12 +62,12 @@ class ProducerRole:
                 b = sigmoid(Float32(m.beta[walk.token + t * C + lane, walk.h]))
             line[0, lane] = b
 
-    def copy_states(self, walk, base, full, ss, t, tma_s):
+    def copy_states(self, walk, base, full, t, tma_s):
         """Issue the copy of one chunk's state."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, D * D * 2)
         tile = cute.local_tile(tma_s.tensor[None, None, walk.tile + t, walk.h], (D, D), (0, 0))
-        copy_tile(tma_s.atom, tile, self.plan["states"].view(base, ss), full)
+        copy_tile(tma_s.atom, tile, self.plan["states"].view(base), full)
 
 
 class StoreRole:

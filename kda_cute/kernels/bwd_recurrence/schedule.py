@@ -9,6 +9,7 @@ from cutlass import Int32
 
 C, D = 16, 128  # tokens of a chunk; K = V
 K_BLOCKS = D // 16  # steps of 16 along K or V
+UNROLL = 2  # of the loops over those steps whose accumulators stay: more would thrash the instruction cache
 THREADS = 512
 CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13  # warps 14, 15 complete a warpgroup, for setmaxnreg
 
@@ -37,17 +38,17 @@ REGISTERS = {8: Registers(144, 184, 40), 4: Registers(232, 120, 40)}  # by numbe
 
 
 class Bar(enum.IntEnum):
-    """Indices of mbarriers; two in a row are those of two stages."""
+    """Indices of mbarriers; the first four have one for each stage, up to three."""
 
     FULL = 0  # producer -> value, key: the tiles of a chunk
-    UPDATED = 2  # value -> key: the tiles were read, their bytes may take the outputs
-    STORED = 4  # key -> store: the outputs are in the tiles' bytes
-    EMPTY = 6  # store -> producer
-    STATES_FULL = 8  # producer -> value, key: the state on entering the chunk
-    STATES_EMPTY = 10
-    DVC_FULL = 12  # value -> key: dS, dvc, dv
-    U_FULL = 13  # value -> key: U, parts of dbeta
-    HAND_EMPTY = 14  # key -> value, for both
+    UPDATED = 3  # value -> key: the tiles were read, their bytes may take the outputs
+    STORED = 6  # key -> store: the outputs are in the tiles' bytes
+    EMPTY = 9  # store -> producer
+    STATES_FULL = 12  # producer -> value, key: the state on entering the chunk
+    STATES_EMPTY = 13
+    DVC_FULL = 14  # value -> key: dS, dvc, dv
+    U_FULL = 15  # value -> key: U, parts of dbeta
+    HAND_EMPTY = 16  # key -> value, for both
 
 
 class Sync(enum.IntEnum):
@@ -102,8 +103,8 @@ class Walk(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Buffers of one chunk: stage of its tiles, of its state, and of the small tiles that are refilled every chunk."""
+    """Buffers of one chunk: stage of its tiles, the parity of that stage's barriers, and the half of the small tiles."""
 
     stage: Int32
-    state: Int32
+    turn: Int32
     small: Int32

@@ -23,7 +23,7 @@ from ...device.warp_mma import (
     store_pair,
     unpack_bf16,
 )
-from .schedule import K_BLOCKS, Bar, Gmem, Slot, Walk
+from .schedule import K_BLOCKS, UNROLL, Bar, Gmem, Slot, Walk
 
 
 class ValueRole:
@@ -32,7 +32,7 @@ class ValueRole:
     def __init__(self, config, plan, mma):
         self.config, self.plan, self.mma, self.tf32 = config, plan, mma, mma.tf32
         self.M = 8 // config.value_warps
-        self.stages, self.state_stages = plan["kd"].stages, plan["states"].stages
+        self.stages = plan["kd"].stages
 
     @cute.jit
     def run(self, m: Gmem, walk: Walk, base, bars, warp: Int32):
@@ -41,30 +41,22 @@ class ValueRole:
         if const_expr(self.config.state_grad != "none"):
             self.load_state_grad(m.dfinal[walk.n, walk.h, None, None], X, warp, lane)
         for it in cutlass.range(walk.tiles, unroll=1):
-            slot = Slot(it % self.stages, it % self.state_stages, it % 2)
-            cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, (it // self.stages) & 1)
+            slot = Slot(it % self.stages, it // self.stages & 1, it & 1)
+            cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             b = self.betas(base, slot, lane)
-            if const_expr(self.state_stages == 1):
-                # The state comes late, for its only buffer was in use: let the key warps start without U.
-                cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
-                dvc = self.make_dvc(X, base, slot, warp, lane)
-                self.publish_dvc(dvc, b, base, warp, lane)
-                self.arrive(bars + Bar.DVC_FULL)
-                vs = self.minus_kd_states(base, bars, it, slot, warp, lane)
-                U = self.make_u(vs, b, base, slot, lane)
-                self.publish_columns("U", U, base, warp, lane)
-                self.publish_dbeta(dvc, vs, base, slot, warp, lane)
-                self.arrive(bars + Bar.U_FULL)
-            else:
-                vs = self.minus_kd_states(base, bars, it, slot, warp, lane)
-                U = self.make_u(vs, b, base, slot, lane)
-                cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
-                self.publish_columns("U", U, base, warp, lane)
-                dvc = self.make_dvc(X, base, slot, warp, lane)
-                self.publish_dbeta(dvc, vs, base, slot, warp, lane)
-                self.publish_dvc(dvc, b, base, warp, lane)
-                self.arrive(bars + Bar.U_FULL)
-                self.arrive(bars + Bar.DVC_FULL)
+            # The state comes late, for its only buffer was in use: let the key warps start without U.
+            cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
+            dvc = self.make_dvc(X, base, slot, warp, lane)
+            self.publish_dvc(dvc, b, base, warp, lane)
+            self.arrive(bars + Bar.DVC_FULL)
+            cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
+            kdS = self.times_states(base, slot, warp, lane)
+            self.arrive(bars + Bar.STATES_EMPTY)
+            vs = self.minus_kd_states(kdS, base, slot, warp, lane)
+            U = self.make_u(vs, b, base, slot, lane)
+            self.publish_columns("U", U, base, warp, lane)
+            self.publish_dbeta(dvc, vs, base, slot, warp, lane)
+            self.arrive(bars + Bar.U_FULL)
             self.update(X, dvc, b, base, slot, warp, lane)
             self.arrive(bars + Bar.UPDATED + slot.stage)
         self.store_state_grad(m.dinitial[walk.n, walk.h, None, None], X, warp, lane)
@@ -161,22 +153,27 @@ class ValueRole:
         rows = MatrixRows(tile, base, 0, 16 * self.M * warp + row, chunk)
         return lambda i, kb, a: rows.store(a, 16 * i, 2 * kb)
 
-    def minus_kd_states(self, base, bars, it, slot, warp, lane):
-        """(v - kd S)^T, once the state is there: 8 values for each 16 rows of v."""
-        cute.arch.mbarrier_wait(bars + Bar.STATES_FULL + slot.state, (it // self.state_stages) & 1)
-        p, mma = self.plan, self.mma
+    @cute.jit
+    def times_states(self, base, slot: Slot, warp: Int32, lane: Int32):
+        """(kd S)^T."""
+        kdS = self.mma.accumulators(self.M, 2)
         row, chunk = LaneRows(lane).rows_first()
-        states = MatrixRows(p["states"], base, slot.state, 16 * self.M * warp + row, chunk)
+        states = MatrixRows(self.plan["states"], base, 0, 16 * self.M * warp + row, chunk)
+        kd = pairs_along_columns(self.plan["kd"].view(base, slot.stage), lane)
+        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+            self.times_states_step(kdS, states, kd, kb)
+        return kdS
+
+    def times_states_step(self, kdS, states, kd, kb):
+        b_kd = [self.mma.operand_b(block_b(kd, n, 2 * kb, False)) for n in range(2)]
+        for i in range(self.M):
+            a = self.mma.a_from_ldmatrix(states.load(16 * i, 2 * kb))
+            for n in range(2):
+                self.mma.step(kdS, i, n, a, b_kd[n])
+
+    def minus_kd_states(self, kdS, base, slot, warp, lane):
+        """(v - kd S)^T: 8 values for each 16 rows of v."""
         v = self.columns("v", base, slot.stage, warp, lane)
-        kd = pairs_along_columns(p["kd"].view(base, slot.stage), lane)
-        kdS = mma.accumulators(self.M, 2)
-        for kb in range(K_BLOCKS):
-            b_kd = [mma.operand_b(block_b(kd, n, 2 * kb, False)) for n in range(2)]
-            for i in range(self.M):
-                a = mma.a_from_ldmatrix(states.load(16 * i, 2 * kb))
-                for n in range(2):
-                    mma.step(kdS, i, n, a, b_kd[n])
-        self.arrive(bars + Bar.STATES_EMPTY + slot.state)
         vs = []
         for i in range(self.M):
             values = unpack_bf16(v.load(chunk_step=2 * i, transpose=True))
