@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -26,7 +27,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,6 +215,58 @@ def object_file(spec: KernelSpec, arch: str = ARCH, folder: Path | None = None) 
             if not _intact(path):  # another process may have won
                 _compile(spec, arch, path)
     return path
+
+
+def _object_file_in_worker(spec: KernelSpec, arch: str, expected: Path) -> Path:
+    """`object_file` as a worker process runs it: errors travel as text, since not all of the DSL's can be pickled."""
+    try:
+        path = object_file(spec, arch, expected.parent)
+    except Exception as error:
+        raise CompileError(f"{spec.name} {spec.config}: {type(error).__name__}: {error}") from None
+    if path != expected:
+        raise CompileError(
+            "kernel sources changed on disk since kda_cute was imported: start a new process"
+        )
+    return path
+
+
+def object_files(
+    specs: Iterable[KernelSpec],
+    *,
+    arch: str = ARCH,
+    folder: Path | None = None,
+    workers: int | None = None,
+    progress: Callable[[KernelSpec], None] | None = None,
+) -> list[Path]:
+    """`object_file` of every spec, in order, those that are missing compiled in parallel processes.
+
+    workers: processes, os.cpu_count() by default; each imports torch and the DSL (about 1 GB).  progress is called in
+    this process with each spec whose file is ready.  CompileError names the first config that fails; nothing more is
+    started then.  Specs must pickle: their trace is a module's function or a partial of one.
+    """
+    specs = list(specs)
+    folder = Path(folder) if folder is not None else cache_folder()
+    paths = [folder / f"{spec.name}_{cache_key(spec, arch)}.o" for spec in specs]
+    missing = []
+    for spec, path in zip(specs, paths, strict=True):
+        if not _intact(path):
+            missing.append((spec, path))
+        elif progress is not None:
+            progress(spec)
+    if not missing:
+        return paths
+    count = max(1, min(workers or os.cpu_count() or 1, len(missing)))
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = {pool.submit(_object_file_in_worker, spec, arch, path): spec for spec, path in missing}
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                if progress is not None:
+                    progress(jobs[job])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return paths
 
 
 _loaded: dict[tuple[str, Any], Callable] = {}

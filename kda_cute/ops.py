@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
 
 from . import compile as kernel_compile
 from . import reference
+from .layouts import variants
 from .workspace import CHUNK, HEAD_DIM, Workspace
 
 library = torch.library.Library("kda_cute", "DEF")
@@ -44,6 +46,19 @@ def recurrence_spec(precision: str, layout: str, beta: str, state_grad: str, var
 
     config = kernel.Config(precision, layout, beta, state_grad, varlen)
     return kernel_compile.KernelSpec("bwd_recurrence", config, functools.partial(kernel.trace, config))
+
+
+def recurrence_specs() -> list[kernel_compile.KernelSpec]:
+    """Every configuration of the level-1 kernel that an argument combination can ask for."""
+    family = "bwd_recurrence"
+    choices = itertools.product(
+        variants.precisions(family),
+        variants.names(family),
+        ("bf16", "f32"),  # beta
+        ("none", "bf16", "f32"),  # gradient of the final state
+        (False, True),  # varlen
+    )
+    return [recurrence_spec(*choice) for choice in choices]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""The level-1 kernel: `kernel` (mathematics, launch), `schedule` (roles, barriers), `producer`, `value`, `key` (one role each)."""
+"""The level-1 kernel: `kernel` (mathematics, launch), `schedule` (roles, barriers), and a file for each role."""
 
 from .kernel import trace
-from .schedule import Config
+from .schedule import Config, MmaRow, mma_account
 
-__all__ = ["Config", "trace"]
+__all__ = ["Config", "MmaRow", "mma_account", "trace"]

@@ -37,19 +37,23 @@ from cutlass.cute.nvgpu import cpasync
 from ...device.warp_mma import WarpMma
 from ...layouts.variants import plan
 from .key import KeyRole
+from .pair import PairRole
 from .producer import ProducerRole, StoreRole
 from .schedule import (
     CONSUMER_WARPS,
+    KEY,
+    PAIR,
     PRODUCER_WARP,
-    REGISTERS,
     STORE_WARP,
+    TAIL_BARRIER,
     THREADS,
+    WARPS,
     Bar,
     C,
     Config,
     D,
     Gmem,
-    Sync,
+    Registers,
     Tma,
     Walk,
 )
@@ -64,10 +68,8 @@ class BwdRecurrence:
         self.plan = plan("bwd_recurrence", config.layout, config.precision)
         mma = WarpMma(config.precision)
         self.value = ValueRole(config, self.plan, mma)
-        self.key = KeyRole(config, self.plan, mma)
-        self.producer = ProducerRole(config, self.plan)
-        self.store = StoreRole(self.plan)
-        self.registers = REGISTERS[config.value_warps]
+        self.key, self.pair = KeyRole(self.plan, mma), PairRole(self.plan, mma)
+        self.producer, self.store = ProducerRole(config, self.plan), StoreRole(self.plan)
 
     # ------------------------------------------------------------ launch
     @cute.jit
@@ -104,38 +106,33 @@ class BwdRecurrence:
         cute.arch.sync_threads()
         # Each role finds its sequence: a value shared by three register budgets would be spilled.
         if warp >= CONSUMER_WARPS:
-            cute.arch.setmaxregister_decrease(self.registers.producer)
+            cute.arch.setmaxregister_decrease(Registers.COPY)
             if warp == PRODUCER_WARP:
                 self.producer.run(m, self.find_sequence(m), base, bars, tma_do, tma_v, tma_s)
             if warp == STORE_WARP:
                 self.store.run(m, self.find_sequence(m), base, bars)
-        elif warp >= self.key.value_warps:
-            self.set_registers(self.registers.key)
-            self.key.run(m, self.consumer_walk(m, base, bars), base, bars, warp - self.key.value_warps)
+        elif warp >= PAIR:
+            cute.arch.setmaxregister_decrease(Registers.PAIR)
+            self.pair.run(m, self.consumer_walk(m, base, bars), base, bars, warp - PAIR)
+        elif warp >= KEY:
+            self.key.run(self.consumer_walk(m, base, bars), base, bars, warp - KEY)
         else:
-            self.set_registers(self.registers.value)
+            cute.arch.setmaxregister_increase(Registers.VALUE)
             self.value.run(m, self.consumer_walk(m, base, bars), base, bars, warp)
-
-    @staticmethod
-    def set_registers(count):
-        """Registers per thread of a role, from the 128 that every warp starts with."""
-        if count > 128:
-            cute.arch.setmaxregister_increase(count)
-        elif count < 128:
-            cute.arch.setmaxregister_decrease(count)
 
     def init_barriers(self, bars):
         with cute.arch.elect_one():
             for s in range(self.producer.stages):
                 cute.arch.mbarrier_init(bars + Bar.FULL + s, 2)  # the copies, and beta
-                cute.arch.mbarrier_init(bars + Bar.UPDATED + s, self.key.value_warps)
-                cute.arch.mbarrier_init(bars + Bar.STORED + s, self.key.warps)
+                cute.arch.mbarrier_init(bars + Bar.UPDATED + s, WARPS)
+                cute.arch.mbarrier_init(bars + Bar.STORED + s, 2 * WARPS)
                 cute.arch.mbarrier_init(bars + Bar.EMPTY + s, 1)
             cute.arch.mbarrier_init(bars + Bar.STATES_FULL, 1)
             cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY, CONSUMER_WARPS)
-            cute.arch.mbarrier_init(bars + Bar.DVC_FULL, self.key.value_warps)
-            cute.arch.mbarrier_init(bars + Bar.U_FULL, self.key.value_warps)
-            cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, self.key.warps)
+            cute.arch.mbarrier_init(bars + Bar.DVC_FULL, WARPS)
+            cute.arch.mbarrier_init(bars + Bar.U_FULL, WARPS)
+            cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, 2 * WARPS)
+            cute.arch.mbarrier_init(bars + Bar.PAIR_FULL, 3)  # the warps of dM, dL, kd ki^T
 
     @cute.jit
     def consumer_walk(self, m: Gmem, base, bars):
@@ -181,7 +178,7 @@ class BwdRecurrence:
         for i in cutlass.range(walk.tail * C + tid, C * C, threads, unroll=1):
             self.zero(("inv", "mqk"), base, i // C, i % C)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=Sync.CONSUMERS, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=TAIL_BARRIER, number_of_threads=threads)
 
     def zero(self, names, base, row, col):
         for name in names:

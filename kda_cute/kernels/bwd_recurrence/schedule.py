@@ -9,9 +9,12 @@ from cutlass import Int32
 
 C, D = 16, 128  # tokens of a chunk; K = V
 K_BLOCKS = D // 16  # steps of 16 along K or V
-UNROLL = 2  # of the loops over those steps whose accumulators stay: more would thrash the instruction cache
-THREADS = 512
-CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13  # warps 14, 15 complete a warpgroup, for setmaxnreg
+UNROLL = 2  # of loops over those steps, where accumulators allow a loop: long code misses the instruction cache
+WARPS = 4  # in each role that computes: a warpgroup, so that it has its own register budget
+VALUE, KEY, PAIR = 0, 4, 8  # first warps of those roles
+CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13
+THREADS = 512  # warps 14 and 15 only complete a warpgroup
+DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 2  # pair warps with a small matrix to make
 
 
 @dataclass(frozen=True)
@@ -23,39 +26,33 @@ class Config:
     beta: str = "bf16"
     state_grad: str = "none"
     varlen: bool = False
-    value_warps: int = 4
 
 
-class Registers(NamedTuple):
-    """Registers per thread of each role: 128 on average over four warpgroups."""
+class Registers(enum.IntEnum):
+    """Registers per thread of each role: 128 on average over the four warpgroups."""
 
-    value: int
-    key: int
-    producer: int
-
-
-REGISTERS = {8: Registers(144, 184, 40), 4: Registers(232, 120, 40)}  # by number of value warps
+    VALUE = 248
+    KEY = 112
+    PAIR = 112
+    COPY = 40
 
 
 class Bar(enum.IntEnum):
     """Indices of mbarriers; the first four have one for each stage, up to three."""
 
-    FULL = 0  # producer -> value, key: the tiles of a chunk
-    UPDATED = 3  # value -> key: the tiles were read, their bytes may take the outputs
-    STORED = 6  # key -> store: the outputs are in the tiles' bytes
+    FULL = 0  # producer -> value, key, pair: the tiles of a chunk
+    UPDATED = 3  # value -> key, pair: the tiles were read, their bytes may take the outputs
+    STORED = 6  # key, pair -> store: the outputs are in the tiles' bytes
     EMPTY = 9  # store -> producer
-    STATES_FULL = 12  # producer -> value, key: the state on entering the chunk
+    STATES_FULL = 12  # producer -> value, key, pair: the state on entering the chunk
     STATES_EMPTY = 13
-    DVC_FULL = 14  # value -> key: dS, dvc, dv
-    U_FULL = 15  # value -> key: U, parts of dbeta
-    HAND_EMPTY = 16  # key -> value, for both
+    DVC_FULL = 14  # value -> key, pair: dS, dvc, dv
+    U_FULL = 15  # value -> pair: U, parts of dbeta
+    HAND_EMPTY = 16  # key, pair -> value, for both
+    PAIR_FULL = 17  # pair -> key: dM, dL; and kd, ki are no longer needed whole
 
 
-class Sync(enum.IntEnum):
-    """Named barriers."""
-
-    KEYS = 1
-    CONSUMERS = 2
+TAIL_BARRIER = 1  # named barrier of all consumer warps
 
 
 class Gmem(NamedTuple):
@@ -82,6 +79,36 @@ class Gmem(NamedTuple):
     dv: cute.Tensor  # [T, H, 128] bf16
     dbeta: cute.Tensor  # [H, tiles, 16] f32
     dinitial: cute.Tensor  # [N, H, 128 (V), 128 (K)]
+
+
+class MmaRow(NamedTuple):
+    """Tensor-core instructions of one product in a chunk: warps x static (in the code of a warp) x trips (of its loop)."""
+
+    product: str
+    warps: int
+    static: int
+    trips: int
+
+
+def mma_account(config: Config) -> list[MmaRow]:
+    """Where the tensor-core instructions of a chunk are; m16n8k16 in bf16, twice as many m16n8k8 in tf32."""
+    loops = K_BLOCKS // UNROLL
+    steps = [
+        ("do^T Mqk", WARPS, 4, 1),
+        ("dS^T kr^T", WARPS, 4 * K_BLOCKS, 1),
+        ("dU^T INV", WARPS, 4, 1),
+        ("S^T kd^T", WARPS, 4 * UNROLL, loops),
+        ("vc^T INV^T", WARPS, 4, 1),
+        ("do^T qd, (b dvc)^T kd", WARPS, 2 * 4 * K_BLOCKS, 1),
+        ("do S^T, dvc S^T", WARPS, 2 * 4 * UNROLL, loops),
+        ("dM ki, dL ki, dM^T qd, (b dL)^T kd", WARPS, 4 * 4, 1),
+        ("do U^T", 1, 2 * UNROLL, loops),
+        ("dvc U^T", 1, 2 * UNROLL, loops),
+        ("kd ki^T", 1, 2 * UNROLL, loops),
+        ("U dS^T", WARPS, 4 * UNROLL, loops),
+    ]
+    each = 2 if config.precision == "tf32" else 1
+    return [MmaRow(product, warps, static * each, trips) for product, warps, static, trips in steps]
 
 
 class Tma(NamedTuple):

@@ -1,6 +1,6 @@
 """Value warps: the recurrence itself, dS^T in registers.
 
-Warp w of W owns rows v = 16 M w .. of dS^T, M = 8 / W, and all of K: X[(i, half), m, n] is row 16 (M w + m) + 8 half + r,
+Warp w owns 16 M = 32 rows v of dS^T, from 32 w on, and all of K: X[(i, half), m, n] is row 16 (M w + m) + 8 half + r,
 column 8 n + 2c + i (r = lane // 4, c = lane % 4).  All products here contract over tokens or over K, and an accumulator is
 an operand of the next product as it stands, so a chunk needs no exchange between value warps.
 """
@@ -23,7 +23,7 @@ from ...device.warp_mma import (
     store_pair,
     unpack_bf16,
 )
-from .schedule import K_BLOCKS, UNROLL, Bar, Gmem, Slot, Walk
+from .schedule import K_BLOCKS, UNROLL, WARPS, Bar, D, Gmem, Slot, Walk
 
 
 class ValueRole:
@@ -31,7 +31,7 @@ class ValueRole:
 
     def __init__(self, config, plan, mma):
         self.config, self.plan, self.mma, self.tf32 = config, plan, mma, mma.tf32
-        self.M = 8 // config.value_warps
+        self.M = D // 16 // WARPS
         self.stages = plan["kd"].stages
 
     @cute.jit
@@ -43,21 +43,20 @@ class ValueRole:
         for it in cutlass.range(walk.tiles, unroll=1):
             slot = Slot(it % self.stages, it // self.stages & 1, it & 1)
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
-            b = self.betas(base, slot, lane)
             # The state comes late, for its only buffer was in use: let the key warps start without U.
             cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
             dvc = self.make_dvc(X, base, slot, warp, lane)
-            self.publish_dvc(dvc, b, base, warp, lane)
+            self.publish_dvc(dvc, base, slot, warp, lane)
             self.arrive(bars + Bar.DVC_FULL)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             kdS = self.times_states(base, slot, warp, lane)
             self.arrive(bars + Bar.STATES_EMPTY)
             vs = self.minus_kd_states(kdS, base, slot, warp, lane)
-            U = self.make_u(vs, b, base, slot, lane)
+            U = self.make_u(vs, base, slot, lane)
             self.publish_columns("U", U, base, warp, lane)
             self.publish_dbeta(dvc, vs, base, slot, warp, lane)
             self.arrive(bars + Bar.U_FULL)
-            self.update(X, dvc, b, base, slot, warp, lane)
+            self.update(X, dvc, base, slot, warp, lane)
             self.arrive(bars + Bar.UPDATED + slot.stage)
         self.store_state_grad(m.dinitial[walk.n, walk.h, None, None], X, warp, lane)
 
@@ -180,11 +179,11 @@ class ValueRole:
             vs.append([x - y for x, y in zip(values, block_values(kdS, i, 0), strict=True)])
         return vs
 
-    def make_u(self, vs, b, base, slot, lane):
+    def make_u(self, vs, base, slot, lane):
         """U^T = (b (v - kd S))^T INV^T."""
         inv = MatrixRows(self.plan["inv"], base, slot.stage, *LaneRows(lane).columns_first())
         b_inv = self.mma.b_pair_from_ldmatrix(inv.load())
-        U = self.mma.accumulators(self.M, 2)
+        U, b = self.mma.accumulators(self.M, 2), self.betas(base, slot, lane)
         for i in range(self.M):
             a = self.mma.operand_a(scaled(vs[i], b))
             for n in range(2):
@@ -204,10 +203,10 @@ class ValueRole:
             else:
                 rows.store(packed_bf16(values), chunk_step=2 * i, transpose=True)
 
-    def publish_dvc(self, dvc, b, base, warp, lane):
+    def publish_dvc(self, dvc, base, slot, warp, lane):
         """dvc and dv = b dvc."""
         self.publish_columns("dvc", dvc, base, warp, lane)
-        dv = self.columns("dv", base, 0, warp, lane)
+        dv, b = self.columns("dv", base, 0, warp, lane), self.betas(base, slot, lane)
         for i in range(self.M):
             dv.store(packed_bf16(scaled(block_values(dvc, i, 0), b)), chunk_step=2 * i, transpose=True)
 
@@ -221,12 +220,12 @@ class ValueRole:
         part = self.plan["dbeta_part"].view(base, slot.small)
         store_column_sums(part, column_sums(*sums, lane), warp, 0, lane)
 
-    def update(self, X, dvc, b, base, slot, warp, lane):
+    def update(self, X, dvc, base, slot, warp, lane):
         """dS^T <- dS^T exp(gT) + do^T qd - (b dvc)^T kd."""
         p, mma = self.plan, self.mma
         eg = pairs_along_columns(p["g_total"].view(base, slot.stage), lane % 4)
         qd, kd = (pairs_along_rows(p[name].view(base, slot.stage), lane) for name in ("qd", "kd"))
-        do_t = self.do_operands(base, slot, warp, lane)
+        do_t, b = self.do_operands(base, slot, warp, lane), self.betas(base, slot, lane)
         minus = [mma.operand_a([-x for x in scaled(block_values(dvc, i, 0), b)]) for i in range(self.M)]
         for n in range(2 * K_BLOCKS):
             scale = load_pair(eg, 0, n)
