@@ -29,18 +29,19 @@ LOWER_BOUND = -5.0
 
 # Relative Frobenius errors, x 1e-3.  The workspace holds INV, Mqk and the states in bf16, so even an
 # exact recurrence over it is off from the oracle: WORKSPACE is twice the largest of those errors
-# over seeds 0 to 4 (they differ by a few per cent).  The kernel's own rounding comes on top: KERNEL is
-# what tests/accuracy.py allows it per tensor, against a reference that is fed the same workspace.
+# over seeds 0 to 4.  The final state is carried in fp32 and never rounded; dA_log has four elements,
+# so its error varies from seed to seed.  The kernel's own rounding comes on top: KERNEL is the most
+# that tests/accuracy.py allows it, against a reference that is fed the same workspace.
 WORKSPACE = {
-    "final_state": 8.0,
-    "dq": 8.0,
-    "dk": 8.0,
-    "dv": 8.0,
-    "dg": 8.0,
-    "dbeta": 8.0,
-    "dA_log": 8.0,
-    "ddt_bias": 8.0,
-    "dinitial_state": 8.0,
+    "final_state": 0.001,  # 0.0001 measured, and the GPU's order of summation
+    "dq": 3.0,  # 1.48
+    "dk": 1.5,  # 0.71
+    "dv": 0.5,  # 0.24
+    "dg": 4.0,  # 1.95
+    "dbeta": 1.2,  # 0.57
+    "dA_log": 7.0,  # 3.52
+    "ddt_bias": 4.0,  # 1.87
+    "dinitial_state": 0.07,  # 0.035
 }
 KERNEL = {"reference": 0.0, "tf32": 2.5, "bf16": 12.0}
 
@@ -73,7 +74,10 @@ class Problem(NamedTuple):
 
 
 def make_problem(seed: int, device: torch.device) -> Problem:
-    """Unit normal inputs; the values don't depend on the device."""
+    """Unit normal inputs; decays per token of about 0.5 to 1, so that states live for many chunks.
+
+    The values don't depend on the device.
+    """
     rng = torch.Generator().manual_seed(seed)
     T, N = sum(LENGTHS), len(LENGTHS)
 
@@ -88,7 +92,7 @@ def make_problem(seed: int, device: torch.device) -> Problem:
     initial_state, dfinal_state = states
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
     return Problem(
-        q, k, v, g, normal(T, HEADS), uniform(HEADS), uniform(HEADS, DIM),
+        q, k, v, g, normal(T, HEADS), uniform(HEADS), -4 + 3 * uniform(HEADS, DIM),
         initial_state, offsets, do, dfinal_state,
     )  # fmt: skip
 

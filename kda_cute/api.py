@@ -64,6 +64,8 @@ def _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precis
         raise ValueError(f"precision={precision!r} is not one of {variants.precisions('bwd_recurrence')}")
     if layout not in variants.names("bwd_recurrence"):
         raise ValueError(f"layout={layout!r} is not one of {variants.names('bwd_recurrence')}")
+    if num_seqs is not None and (isinstance(num_seqs, bool) or not isinstance(num_seqs, int | torch.SymInt)):
+        raise TypeError(f"num_seqs must be an int, not {type(num_seqs).__name__}")
     if cu_seqlens is None:
         N, expected = _equal_sequences(num_seqs, T)
         if tiles != expected:
@@ -95,8 +97,8 @@ def _validate_workspace(workspace, H, device) -> int:
 def _equal_sequences(num_seqs, T) -> tuple[int, int]:
     """(N, tiles) of num_seqs equal sequences of T tokens together."""
     N = 1 if num_seqs is None else num_seqs
-    if not isinstance(N, int) or N < 0:
-        raise ValueError(f"num_seqs={num_seqs!r} must be an int, 0 or more")
+    if N < 0:
+        raise ValueError(f"num_seqs={N} is negative")
     if (N == 0 and T != 0) or (N > 0 and T % N != 0):
         raise ValueError(f"num_seqs={N} equal sequences can't hold the {T} tokens of do")
     return N, N * -(-(T // max(N, 1)) // CHUNK)

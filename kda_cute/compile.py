@@ -169,7 +169,7 @@ def _intact(path: Path) -> bool:
     try:
         manifest = json.loads(path.with_suffix(".json").read_text())
         return hashlib.sha256(path.read_bytes()).hexdigest() == manifest["sha256"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -219,15 +219,12 @@ def object_file(spec: KernelSpec, arch: str = ARCH, folder: Path | None = None) 
 
 def _object_file_in_worker(spec: KernelSpec, arch: str, expected: Path) -> Path:
     """`object_file` as a worker process runs it: errors travel as text, since not all of the DSL's can be pickled."""
+    if expected.stem != f"{spec.name}_{cache_key(spec, arch)}":
+        raise CompileError("kernel sources changed on disk while a worker process started: start a new process")
     try:
-        path = object_file(spec, arch, expected.parent)
+        return object_file(spec, arch, expected.parent)
     except Exception as error:
         raise CompileError(f"{spec.name} {spec.config}: {type(error).__name__}: {error}") from None
-    if path != expected:
-        raise CompileError(
-            "kernel sources changed on disk since kda_cute was imported: start a new process"
-        )
-    return path
 
 
 def object_files(
@@ -255,6 +252,7 @@ def object_files(
             progress(spec)
     if not missing:
         return paths
+    _check_sources_unchanged()
     count = max(1, min(workers or os.cpu_count() or 1, len(missing)))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = {pool.submit(_object_file_in_worker, spec, arch, path): spec for spec, path in missing}

@@ -115,6 +115,7 @@ class BwdRecurrence:
             cute.arch.setmaxregister_decrease(Registers.PAIR)
             self.pair.run(m, self.consumer_walk(m, base, bars), base, bars, warp - PAIR)
         elif warp >= KEY:
+            cute.arch.setmaxregister_decrease(Registers.KEY)
             self.key.run(self.consumer_walk(m, base, bars), base, bars, warp - KEY)
         else:
             cute.arch.setmaxregister_increase(Registers.VALUE)
