@@ -1,13 +1,24 @@
-"""Key warps: dqd, dki and dkd.
+"""Key warps: dkd and dki, and the part of dgT that contracts over v.
 
-Warp w owns columns k = 32 w .. of the outputs.  do S^T and dvc S^T contract over v; what dM and dL add contracts over tokens.
+Warp w owns columns k = 32 w .. of the outputs.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
-from ...device.warp_mma import block_a, block_b, load_pair, pairs_along_columns, pairs_along_rows, transposed_a
+from ...device.warp_mma import (
+    block_a,
+    block_b,
+    gather_columns,
+    load_pair,
+    pairs_along_columns,
+    pairs_along_rows,
+    quad_sum,
+    store_column_sums,
+    transposed_a,
+    unpack_bf16,
+)
 from .operands import N, Operands
 from .schedule import K_BLOCKS, UNROLL, Bar, Slot, Walk
 
@@ -23,60 +34,80 @@ class KeyRole(Operands):
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
-            dqd, dkd = self.contract_states(base, slot, warp, lane)
-            self.release_hand(bars)
+            dkd, sums = self.contract_states(base, warp, lane)
+            self.arrive(bars + Bar.HAND_EMPTY, bars + Bar.STATES_EMPTY)
+            self.publish_sums(sums, base, slot, warp, lane)
             cute.arch.mbarrier_wait(bars + Bar.PAIR_FULL, it & 1)
-            dki = self.mix(dqd, dkd, base, slot, warp, lane)
+            dki = self.mix(dkd, base, slot, warp, lane)
+            self.arrive(bars + Bar.KEY_DONE)
             cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, slot.turn)
-            self.stage_output("kd", dkd, base, slot, warp, lane)
-            self.stage_output("qd", dqd, base, slot, warp, lane)
-            self.stage_output("ki", dki, base, slot, warp, lane)
+            self.stage_output("dkd", dkd, base, slot, warp, lane)
+            self.stage_output("dki", dki, base, slot, warp, lane)
             self.arrive_stored(bars, slot)
 
     @cute.jit
-    def contract_states(self, base, slot: Slot, warp: Int32, lane: Int32):
-        """dqd = do S^T and dkd = -dvc S^T, so far."""
-        dqd, dkd = self.mma.accumulators(1, N), self.mma.accumulators(1, N)
-        do, dvc = self.do_operand(base, slot, lane), self.handed_operand("dvc", base, lane)
+    def contract_states(self, base, warp: Int32, lane: Int32):
+        """dkd = -dvc S^T, so far, and this lane's part of rowsum_v(dS S) for each column tile."""
+        dkd = self.mma.accumulators(1, N)
+        sums = cute.make_rmem_tensor((N,), Float32)
+        sums.fill(0.0)
+        dvc, dS = self.handed_operand("dvc", base, lane), self.dS_values(base, warp, lane)
         states = self.state_columns("states", base, warp, lane)
         for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
-            self.contract_states_step(dqd, dkd, do, dvc, states, kb)
+            self.contract_states_step(dkd, sums, dvc, dS, states, kb)
         for i in cutlass.range_constexpr(cute.size(dkd)):
             dkd[i] = -dkd[i]
-        return dqd, dkd
+        return dkd, sums
 
-    def contract_states_step(self, dqd, dkd, do, dvc, states, kb):
-        a_do, a_dvc = do(kb), dvc(kb)
+    def contract_states_step(self, dkd, sums, dvc, dS, states, kb):
+        a = dvc(kb)
         for j in range(N // 2):
-            for n, b in enumerate(self.mma.b_pair_from_ldmatrix(states.load(16 * kb, 2 * j, transpose=True))):
-                self.mma.step(dqd, 0, 2 * j + n, a_do, b)
-                self.mma.step(dkd, 0, 2 * j + n, a_dvc, b)
+            packed = states.load(16 * kb, 2 * j, transpose=True)
+            state, ds = unpack_bf16(packed), dS(kb, j)
+            for n, b in enumerate(self.mma.b_pair_from_ldmatrix(packed)):
+                self.mma.step(dkd, 0, 2 * j + n, a, b)
+                for i in range(4 * n, 4 * n + 4):
+                    sums[2 * j + n] = sums[2 * j + n] + state[i] * ds[i]
 
-    def mix(self, dqd, dkd, base, slot, warp, lane):
-        """dqd += dM ki, dkd = b (dkd + dL ki), dki = dM^T qd + (b dL)^T kd; the diagonal of dM in fp32."""
+    def dS_values(self, base, warp, lane):
+        """(kb, j) -> 8 values of dS^T (rounded as an operand): two B operands, k = v 16 kb .., n = columns 16 j .."""
+        if self.tf32:
+            view = pairs_along_rows(self.plan["dS"].view(base), lane)
+            return lambda kb, j: sum((block_b(view, N * warp + 2 * j + n, 2 * kb, True) for n in range(2)), [])
+        rows = self.state_columns("dS", base, warp, lane)
+        return lambda kb, j: unpack_bf16(rows.load(16 * kb, 2 * j, transpose=True))
+
+    def publish_sums(self, sums, base, slot, warp, lane):
+        """rowsum_v(dS S) to shared memory."""
+        line = self.plan["dgT_part"].view(base, slot.small)
+        total = [quad_sum(sums[n]) for n in range(N)]
+        for j in range(N // 2):
+            both = gather_columns(total[2 * j], total[2 * j + 1], lane)
+            store_column_sums(line, both, 0, 8 * N * warp + 16 * j, lane)
+
+    def mix(self, dkd, base, slot, warp, lane):
+        """dkd = b (dkd + dL ki), dki = dM^T qd + (b dL)^T kd; the diagonal of dM in fp32."""
         p, mma = self.plan, self.mma
-        dM, dL = (pairs_along_columns(p[n].view(base, slot.small), lane) for n in ("dM", "dL"))
-        dM_t, dLb_t = (pairs_along_rows(p[n].view(base, slot.small), lane) for n in ("dM", "dLb"))
-        a_m, a_l = (mma.operand_a(block_a(x, 0, 0)) for x in (dM, dL))
-        a_mt, a_lt = (mma.operand_a(transposed_a(x)) for x in (dM_t, dLb_t))
+        a_l = mma.operand_a(block_a(pairs_along_columns(p["dL"].view(base, slot.small), lane), 0, 0))
+        a_mt, a_lt = (
+            mma.operand_a(transposed_a(pairs_along_rows(p[n].view(base, slot.small), lane))) for n in ("dM", "dLb")
+        )
         rows = [pairs_along_rows(p[n].view(base, slot.stage), lane) for n in ("kd", "qd", "ki")]
         dki = mma.accumulators(1, N)
         for n in range(N):
             b_kd, b_qd, b_ki = (mma.operand_b(block_b(x, N * warp + n, 0, True)) for x in rows)
-            mma.step(dqd, 0, n, a_m, b_ki)
             mma.step(dkd, 0, n, a_l, b_ki)
             mma.step(dki, 0, n, a_mt, b_qd)
             mma.step(dki, 0, n, a_lt, b_kd)
-        columns = [pairs_along_columns(p[n].view(base, slot.stage), lane) for n in ("qd", "ki")]
+        columns = pairs_along_columns(p["qd"].view(base, slot.stage), lane)
         diagonal, b = p["dM_diag"].view(base, slot.small), p["beta"].view(base, slot.stage)
         for half in range(2):
             row = lane // 4 + 8 * half
             mii, bi = diagonal[0, row], b[0, row]
             for n in range(N):
-                qd, ki = (load_pair(x, half, N * warp + n) for x in columns)
+                qd = load_pair(columns, half, N * warp + n)
                 for e in range(2):
                     at = ((e, half), 0, n)
-                    dqd[at] = dqd[at] + mii * ki[e]
                     dki[at] = dki[at] + mii * qd[e]
                     dkd[at] = dkd[at] * bi
         return dki

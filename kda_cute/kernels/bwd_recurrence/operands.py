@@ -4,7 +4,7 @@ import cutlass.cute as cute
 
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import block_a, pairs_along_columns, store_pair
-from .schedule import WARPS, Bar, D
+from .schedule import OUTPUT_BYTES, WARPS, Bar, D
 
 N = D // 8 // WARPS  # column tiles of 8 that a warp owns
 
@@ -35,8 +35,8 @@ class Operands:
         return MatrixRows(self.plan[name], base, 0, row, N * warp + chunk)
 
     def stage_output(self, name, acc, base, slot, warp, lane):
-        """This warp's columns of an output, into the bytes of the tile that it is the gradient of."""
-        view = pairs_along_columns(self.plan[name].view(base, slot.stage), lane)
+        """This warp's columns of an output, into the bytes of a tile that is no longer read."""
+        view = pairs_along_columns(self.plan[OUTPUT_BYTES[name]].view(base, slot.stage), lane)
         for n in range(N):
             for half in range(2):
                 store_pair(view, half, N * warp + n, [acc[(e, half), 0, n] for e in range(2)])
@@ -50,9 +50,9 @@ class Operands:
             cute.arch.mbarrier_arrive(bars + Bar.STORED + slot.stage)
 
     @staticmethod
-    def release_hand(bars):
-        """This warp has read what the value warps handed over, and the state."""
+    def arrive(*bars):
+        """One arrival of this warp at each barrier."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(bars + Bar.HAND_EMPTY)
-            cute.arch.mbarrier_arrive(bars + Bar.STATES_EMPTY)
+            for bar in bars:
+                cute.arch.mbarrier_arrive(bar)

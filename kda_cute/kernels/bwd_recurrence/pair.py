@@ -1,6 +1,6 @@
-"""Pair warps: the small matrices dM, dL and kd ki^T, dkr, and the gradients of beta and of the chunk's decay.
+"""Pair warps: the small matrices dM, dL and kd ki^T, dqd and dkr, and the gradients of beta and of the chunk's decay.
 
-Warp w owns columns k = 32 w .. of dkr and dgT; dM, dL and kd ki^T are made by one warp each.
+Warp w owns columns k = 32 w .. of dqd, dkr and dgT; dM, dL and kd ki^T are made by one warp each.
 """
 
 import cutlass
@@ -12,13 +12,11 @@ from ...device.warp_mma import (
     block_a,
     block_b,
     column_sums,
-    gather_columns,
     load_pair,
     pairs_along_columns,
     pairs_along_rows,
     quad_sum,
     summed_column,
-    unpack_bf16,
 )
 from .operands import N, Operands
 from .schedule import (
@@ -51,33 +49,32 @@ class PairRole(Operands):
             F = self.mma.accumulators(1, 2)
             if warp == GRAM_WARP:
                 self.gram(F, base, slot, lane)
-                self.arrive_pair(bars)
+                self.arrive(bars + Bar.PAIR_FULL)
+            cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
+            dqd = self.do_states(base, slot, warp, lane)
+            self.arrive(bars + Bar.STATES_EMPTY)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             self.store_dv(m, base, walk.token + t * C, walk.h, rows)
             cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
             if warp == DM_WARP:
                 self.make_dM(base, slot, lane)
-                self.arrive_pair(bars)
+                self.arrive(bars + Bar.PAIR_FULL)
             if warp == DL_WARP:
                 self.make_dL(base, slot, lane)
-                self.arrive_pair(bars)
-            cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
-            dkr, dgT = self.contract_dS(base, warp, lane)
-            self.release_hand(bars)
+                self.arrive(bars + Bar.PAIR_FULL)
+            dkr = self.u_dS(base, warp, lane)
+            self.arrive(bars + Bar.HAND_EMPTY)
             tile = Int64(walk.tile + t)
+            cute.arch.mbarrier_wait(bars + Bar.PAIR_FULL, it & 1)
             if warp == GRAM_WARP:
-                cute.arch.mbarrier_wait(bars + Bar.PAIR_FULL, it & 1)
                 self.store_dbeta(m.dbeta, F, base, slot, walk.h, tile, lane)
-            self.store_dgT(m.dgT, dkr, dgT, base, slot, walk.h, tile, warp, lane)
+            self.mix(dqd, base, slot, warp, lane)
+            cute.arch.mbarrier_wait(bars + Bar.KEY_DONE, it & 1)
+            self.store_dgT(m.dgT, dkr, base, slot, walk.h, tile, warp, lane)
             cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, slot.turn)
-            self.stage_output("kr", dkr, base, slot, warp, lane)
+            self.stage_output("dkr", dkr, base, slot, warp, lane)
+            self.stage_output("dqd", dqd, base, slot, warp, lane)
             self.arrive_stored(bars, slot)
-
-    @staticmethod
-    def arrive_pair(bars):
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(bars + Bar.PAIR_FULL)
 
     # ------------------------------------------------------------ small matrices
     @cute.jit
@@ -150,47 +147,57 @@ class PairRole(Operands):
 
     # ------------------------------------------------------------ products over v
     @cute.jit
-    def contract_dS(self, base, warp: Int32, lane: Int32):
-        """dkr = U dS^T, and rowsum_v(dS S): one sum a lane and pair of column tiles."""
-        dkr = self.mma.accumulators(1, N)
-        sums = cute.make_rmem_tensor((N,), Float32)
-        sums.fill(0.0)
-        u, dS = self.handed_operand("U", base, lane), self.dS_columns(base, warp, lane)
-        states = self.state_columns("states", base, warp, lane)
+    def do_states(self, base, slot: Slot, warp: Int32, lane: Int32):
+        """dqd = do S^T, so far."""
+        dqd = self.mma.accumulators(1, N)
+        do, states = self.do_operand(base, slot, lane), self.state_columns("states", base, warp, lane)
         for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
-            self.contract_dS_step(dkr, sums, u, dS, states, kb)
-        return dkr, self.gather_sums(sums, lane)
+            self.do_states_step(dqd, do, states, kb)
+        return dqd
 
-    def contract_dS_step(self, dkr, sums, u, dS, states, kb):
-        a = u(kb)
+    def do_states_step(self, dqd, do, states, kb):
+        a = do(kb)
         for j in range(N // 2):
-            state, (b, ds) = unpack_bf16(states.load(16 * kb, 2 * j, transpose=True)), dS(kb, j)
-            for n in range(2):
-                self.mma.step(dkr, 0, 2 * j + n, a, b[n])
-                for i in range(4 * n, 4 * n + 4):
-                    sums[2 * j + n] = sums[2 * j + n] + state[i] * ds[i]
+            for n, b in enumerate(self.mma.b_pair_from_ldmatrix(states.load(16 * kb, 2 * j, transpose=True))):
+                self.mma.step(dqd, 0, 2 * j + n, a, b)
 
-    def gather_sums(self, sums, lane):
-        total = [quad_sum(sums[n]) for n in range(N)]
-        return [gather_columns(total[2 * j], total[2 * j + 1], lane) for j in range(N // 2)]
+    @cute.jit
+    def u_dS(self, base, warp: Int32, lane: Int32):
+        """dkr = U dS^T."""
+        dkr = self.mma.accumulators(1, N)
+        u, dS = self.handed_operand("U", base, lane), self.dS_columns(base, warp, lane)
+        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+            self.u_dS_step(dkr, u, dS, kb)
+        return dkr
+
+    def u_dS_step(self, dkr, u, dS, kb):
+        a = u(kb)
+        for n, b in enumerate(dS(kb)):
+            self.mma.step(dkr, 0, n, a, b)
 
     def dS_columns(self, base, warp, lane):
-        """(kb, j) -> two B operands and their values: k = v 16 kb .., n = columns of dS^T."""
+        """kb -> N B operands: k = v 16 kb .., n = columns of dS^T."""
         if self.tf32:
             view = pairs_along_rows(self.plan["dS"].view(base), lane)
-
-            def load(kb, j):
-                blocks = [block_b(view, N * warp + 2 * j + n, 2 * kb, True) for n in range(2)]
-                return [self.mma.exact_b(x) for x in blocks], blocks[0] + blocks[1]
-
-            return load
+            return lambda kb: [self.mma.exact_b(block_b(view, N * warp + n, 2 * kb, True)) for n in range(N)]
         rows = self.state_columns("dS", base, warp, lane)
+        load = lambda kb, j: self.mma.b_pair_from_ldmatrix(rows.load(16 * kb, 2 * j, transpose=True))  # noqa: E731
+        return lambda kb: [b for j in range(N // 2) for b in load(kb, j)]
 
-        def load_packed(kb, j):
-            packed = rows.load(16 * kb, 2 * j, transpose=True)
-            return self.mma.b_pair_from_ldmatrix(packed), unpack_bf16(packed)
-
-        return load_packed
+    def mix(self, dqd, base, slot, warp, lane):
+        """dqd += dM ki; the diagonal of dM in fp32."""
+        p, mma = self.plan, self.mma
+        a = mma.operand_a(block_a(pairs_along_columns(p["dM"].view(base, slot.small), lane), 0, 0))
+        rows, columns = (view(p["ki"].view(base, slot.stage), lane) for view in (pairs_along_rows, pairs_along_columns))
+        for n in range(N):
+            mma.step(dqd, 0, n, a, mma.operand_b(block_b(rows, N * warp + n, 0, True)))
+        diagonal = p["dM_diag"].view(base, slot.small)
+        for half in range(2):
+            mii = diagonal[0, lane // 4 + 8 * half]
+            for n in range(N):
+                ki = load_pair(columns, half, N * warp + n)
+                for e in range(2):
+                    dqd[(e, half), 0, n] = dqd[(e, half), 0, n] + mii * ki[e]
 
     # ------------------------------------------------------------ outputs
     @cute.jit
@@ -228,15 +235,15 @@ class PairRole(Operands):
 
     @cute.jit
     def store_dgT(
-        self, mDgT: cute.Tensor, dkr, over_v, base, slot: Slot, h: Int32, tile: Int64, warp: Int32, lane: Int32
+        self, mDgT: cute.Tensor, dkr, base, slot: Slot, h: Int32, tile: Int64, warp: Int32, lane: Int32
     ):
         """dgT = exp(gT) rowsum_v(dS S) + colsum(dkr kr)."""
-        eg = self.plan["g_total"].view(base, slot.stage)
+        eg, over_v = self.plan["g_total"].view(base, slot.stage), self.plan["dgT_part"].view(base, slot.small)
         over_tokens = self.columns_times_kr(dkr, base, slot, warp, lane)
         if (lane & 4) == 0:
             for j in cutlass.range_constexpr(N // 2):
                 k = 8 * N * warp + 16 * j + summed_column(lane)
-                mDgT[h, tile, k] = eg[0, k] * over_v[j] + over_tokens[j]
+                mDgT[h, tile, k] = eg[0, k] * over_v[0, k] + over_tokens[j]
 
     def columns_times_kr(self, dkr, base, slot, warp, lane):
         """colsum(dkr kr): one sum a lane and pair of column tiles."""

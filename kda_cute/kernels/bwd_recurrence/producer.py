@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from .schedule import Bar, C, D, Gmem, Tma, Walk
+from .schedule import OUTPUT_BYTES, Bar, C, D, Gmem, Tma, Walk
 
 
 class ProducerRole:
@@ -93,8 +93,9 @@ class StoreRole:
 
     def copy_row(self, m, base, s, h, tile, row):
         atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), Float32)
-        for name, out in (("kd", m.dkd), ("qd", m.dqd), ("ki", m.dki), ("kr", m.dkr)):
-            cute.copy(atom, self.plan[name].view(base, s)[row, None], out[h, tile, row, None])
+        for name, held_by in OUTPUT_BYTES.items():
+            out = getattr(m, name)
+            cute.copy(atom, self.plan[held_by].view(base, s)[row, None], out[h, tile, row, None])
 
 
 def sigmoid(x):

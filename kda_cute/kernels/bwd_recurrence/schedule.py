@@ -49,9 +49,12 @@ class Bar(enum.IntEnum):
     DVC_FULL = 14  # value -> key, pair: dS, dvc, dv
     U_FULL = 15  # value -> pair: U, parts of dbeta
     HAND_EMPTY = 16  # key, pair -> value, for both
-    PAIR_FULL = 17  # pair -> key: dM, dL; and kd, ki are no longer needed whole
+    PAIR_FULL = 17  # pair -> key, pair: dM, dL; and kd, ki are no longer needed whole
+    KEY_DONE = 18  # key -> pair: ki was read, rowsum_v(dS S) is there
 
 
+# Outputs leave through the bytes of tiles that only their own role still reads; ki alone is read by both.
+OUTPUT_BYTES = {"dkd": "kd", "dki": "qd", "dkr": "kr", "dqd": "ki"}
 TAIL_BARRIER = 1  # named barrier of all consumer warps
 
 
@@ -100,8 +103,10 @@ def mma_account(config: Config) -> list[MmaRow]:
         ("S^T kd^T", WARPS, 4 * UNROLL, loops),
         ("vc^T INV^T", WARPS, 4, 1),
         ("do^T qd, (b dvc)^T kd", WARPS, 2 * 4 * K_BLOCKS, 1),
-        ("do S^T, dvc S^T", WARPS, 2 * 4 * UNROLL, loops),
-        ("dM ki, dL ki, dM^T qd, (b dL)^T kd", WARPS, 4 * 4, 1),
+        ("dvc S^T", WARPS, 4 * UNROLL, loops),
+        ("dL ki, dM^T qd, (b dL)^T kd", WARPS, 3 * 4, 1),
+        ("do S^T", WARPS, 4 * UNROLL, loops),
+        ("dM ki", WARPS, 4, 1),
         ("do U^T", 1, 2 * UNROLL, loops),
         ("dvc U^T", 1, 2 * UNROLL, loops),
         ("kd ki^T", 1, 2 * UNROLL, loops),
