@@ -134,7 +134,7 @@ class BwdRecurrence:
             cute.arch.mbarrier_init(bars + Bar.U_FULL, WARPS)
             cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, 2 * WARPS)
             cute.arch.mbarrier_init(bars + Bar.KEY_DONE, WARPS)
-            cute.arch.mbarrier_init(bars + Bar.PAIR_FULL, 3)  # the warps of dM, dL, kd ki^T
+            cute.arch.mbarrier_init(bars + Bar.SMALL_FULL, 3)  # the warps of dM, dL, kd ki^T
 
     @cute.jit
     def consumer_walk(self, m: Gmem, base, bars):

@@ -1,13 +1,12 @@
-"""Pair warps: the small matrices dM, dL and kd ki^T, dqd and dkr, and the gradients of beta and of the chunk's decay.
+"""Pair warps: dqd and dkr, kd ki^T, and the gradients of beta and of the chunk's decay.
 
-Warp w owns columns k = 32 w .. of dqd, dkr and dgT; dM, dL and kd ki^T are made by one warp each.
+Warp w owns columns k = 32 w .. of dqd, dkr and dgT; one warp makes kd ki^T and dbeta.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import (
     block_a,
     block_b,
@@ -20,8 +19,6 @@ from ...device.warp_mma import (
 )
 from .operands import N, Operands
 from .schedule import (
-    DL_WARP,
-    DM_WARP,
     GRAM_WARP,
     K_BLOCKS,
     PAIR,
@@ -49,23 +46,17 @@ class PairRole(Operands):
             F = self.mma.accumulators(1, 2)
             if warp == GRAM_WARP:
                 self.gram(F, base, slot, lane)
-                self.arrive(bars + Bar.PAIR_FULL)
+                self.arrive(bars + Bar.SMALL_FULL)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             dqd = self.do_states(base, slot, warp, lane)
             self.arrive(bars + Bar.STATES_EMPTY)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             self.store_dv(m, base, walk.token + t * C, walk.h, rows)
             cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
-            if warp == DM_WARP:
-                self.make_dM(base, slot, lane)
-                self.arrive(bars + Bar.PAIR_FULL)
-            if warp == DL_WARP:
-                self.make_dL(base, slot, lane)
-                self.arrive(bars + Bar.PAIR_FULL)
             dkr = self.u_dS(base, warp, lane)
             self.arrive(bars + Bar.HAND_EMPTY)
             tile = Int64(walk.tile + t)
-            cute.arch.mbarrier_wait(bars + Bar.PAIR_FULL, it & 1)
+            cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL, it & 1)
             if warp == GRAM_WARP:
                 self.store_dbeta(m.dbeta, F, base, slot, walk.h, tile, lane)
             self.mix(dqd, base, slot, warp, lane)
@@ -76,7 +67,6 @@ class PairRole(Operands):
             self.stage_output("dqd", dqd, base, slot, warp, lane)
             self.arrive_stored(bars, slot)
 
-    # ------------------------------------------------------------ small matrices
     @cute.jit
     def gram(self, F, base, slot: Slot, lane: Int32):
         """F = kd ki^T."""
@@ -88,62 +78,6 @@ class PairRole(Operands):
         a = self.mma.operand_a(block_a(kd, 0, 2 * kb))
         for n in range(2):
             self.mma.step(F, 0, n, a, self.mma.operand_b(block_b(ki, n, 2 * kb, False)))
-
-    def make_dM(self, base, slot, lane):
-        """dM = tril(do U^T): the strictly lower part for products, the diagonal apart."""
-        acc = self.times_u(self.do_operand(base, slot, lane), base, lane)
-        self.store_dM(acc, base, slot, lane)
-
-    def make_dL(self, base, slot, lane):
-        """dL = -tril(dvc U^T, -1), and b dL."""
-        acc = self.times_u(self.handed_operand("dvc", base, lane), base, lane)
-        self.store_dL(acc, base, slot, lane)
-
-    @cute.jit
-    def times_u(self, a, base, lane: Int32):
-        """A U^T."""
-        acc = self.mma.accumulators(1, 2)
-        u = self.u_columns(base, lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
-            self.times_u_step(acc, a, u, kb)
-        return acc
-
-    def times_u_step(self, acc, a, u, kb):
-        left = a(kb)
-        for n, right in enumerate(u(kb)):
-            self.mma.step(acc, 0, n, left, right)
-
-    def u_columns(self, base, lane):
-        """kb -> two B operands: k = v 16 kb .., n = tokens, of U."""
-        if self.tf32:
-            view = pairs_along_columns(self.plan["U"].view(base), lane)
-            return lambda kb: [self.mma.exact_b(block_b(view, n, 2 * kb, False)) for n in range(2)]
-        rows = MatrixRows(self.plan["U"], base, 0, *LaneRows(lane).columns_first())
-        return lambda kb: self.mma.b_pair_from_ldmatrix(rows.load(chunk_step=2 * kb))
-
-    @cute.jit
-    def store_dM(self, acc, base, slot: Slot, lane: Int32):
-        sM, sDiagonal = (self.plan[n].view(base, slot.small) for n in ("dM", "dM_diag"))
-        for n in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    i, j = lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + e
-                    x = acc[(e, half), 0, n]
-                    sM[i, j] = x if j < i else Float32(0)
-                    if i == j:
-                        sDiagonal[0, i] = x
-
-    @cute.jit
-    def store_dL(self, acc, base, slot: Slot, lane: Int32):
-        sL, sLb = (self.plan[n].view(base, slot.small) for n in ("dL", "dLb"))
-        b = self.plan["beta"].view(base, slot.stage)
-        for n in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    i, j = lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + e
-                    x = -acc[(e, half), 0, n] if j < i else Float32(0)
-                    sL[i, j] = x
-                    sLb[i, j] = x * b[0, i]
 
     # ------------------------------------------------------------ products over v
     @cute.jit

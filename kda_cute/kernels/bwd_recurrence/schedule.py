@@ -14,7 +14,7 @@ WARPS = 4  # in each role that computes: a warpgroup, so that it has its own reg
 VALUE, KEY, PAIR = 0, 4, 8  # first warps of those roles
 CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13
 THREADS = 512  # warps 14 and 15 only complete a warpgroup
-DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 2  # pair warps with a small matrix to make
+DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 0  # two key warps and a pair warp that make a small matrix
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Bar(enum.IntEnum):
     STATES_FULL = 12  # producer -> value, key, pair: the state on entering the chunk
     STATES_EMPTY = 13
     DVC_FULL = 14  # value -> key, pair: dS, dvc, dv
-    U_FULL = 15  # value -> pair: U, parts of dbeta
+    U_FULL = 15  # value -> key, pair: U, parts of dbeta
     HAND_EMPTY = 16  # key, pair -> value, for both
-    PAIR_FULL = 17  # pair -> key, pair: dM, dL; and kd, ki are no longer needed whole
+    SMALL_FULL = 17  # key, pair -> both: dM and dL are there, and kd, ki are no longer needed whole
     KEY_DONE = 18  # key -> pair: ki was read, rowsum_v(dS S) is there
 
 
