@@ -30,7 +30,7 @@ LOWER_BOUND = -5.0
 # Relative Frobenius errors, x 1e-3.  The workspace holds INV, Mqk and the states in bf16, so even an
 # exact recurrence over it is off from the oracle: WORKSPACE is twice the largest of those errors
 # over seeds 0 to 4.  The final state is carried in fp32 and never rounded; dA_log has four elements,
-# so its error varies from seed to seed.  The kernel's own rounding comes on top: KERNEL is the most
+# so its error varies from seed to seed and gets three times.  The kernel's own rounding comes on top: KERNEL is the most
 # that tests/accuracy.py allows it, against a reference that is fed the same workspace.
 WORKSPACE = {
     "final_state": 0.001,  # 0.0001 measured, and the GPU's order of summation
@@ -39,7 +39,7 @@ WORKSPACE = {
     "dv": 0.5,  # 0.24
     "dg": 4.0,  # 1.95
     "dbeta": 1.2,  # 0.57
-    "dA_log": 7.0,  # 3.52
+    "dA_log": 10.5,  # 3.52
     "ddt_bias": 4.0,  # 1.87
     "dinitial_state": 0.07,  # 0.035
 }
@@ -190,7 +190,9 @@ def main() -> int:
     p = make_problem(args.seed, device)
     final_state, grads = training_step(p, missing is None, precision, layout)
     table, passed = compare(p, final_state, grads, ran)
-    print(f"KDA, sequences of {', '.join(map(str, LENGTHS))} tokens, {HEADS} heads, seed {args.seed}")
+    print(
+        f"KDA, sequences of {', '.join(map(str, LENGTHS))} tokens, {HEADS} heads, seed {args.seed}"
+    )
     print(f"prepare, finish: torch on {where}")
     print(f"bwd_recurrence: {stage}")
     print(f"expected: float64 autograd of the token recurrence, torch on {where}\n")

@@ -45,7 +45,9 @@ def bwd_recurrence(
     Domain: |gT| <= 80 in a chunk (`prepare` checks it).  Needs a Hopper GPU; `kda_cute.reference.bwd_recurrence` is the
     same function in torch.  Raises TypeError (types, dtypes) or ValueError (shapes, devices, values), naming the argument.
     """
-    sequences, cu_seqlens = _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precision, layout)
+    sequences, cu_seqlens = _validate(
+        do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precision, layout
+    )
     out = torch.ops.kda_cute.bwd_recurrence(
         do, v, beta, *workspace, dfinal_state, cu_seqlens, sequences, precision, layout
     )
@@ -61,15 +63,21 @@ def _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precis
     _tensor("beta", beta, (T, H), (torch.bfloat16, torch.float32), device)
     tiles = _validate_workspace(workspace, H, device)
     if precision not in variants.precisions("bwd_recurrence"):
-        raise ValueError(f"precision={precision!r} is not one of {variants.precisions('bwd_recurrence')}")
+        raise ValueError(
+            f"precision={precision!r} is not one of {variants.precisions('bwd_recurrence')}"
+        )
     if layout not in variants.names("bwd_recurrence"):
         raise ValueError(f"layout={layout!r} is not one of {variants.names('bwd_recurrence')}")
-    if num_seqs is not None and (isinstance(num_seqs, bool) or not isinstance(num_seqs, int | torch.SymInt)):
+    if num_seqs is not None and (
+        isinstance(num_seqs, bool) or not isinstance(num_seqs, int | torch.SymInt)
+    ):
         raise TypeError(f"num_seqs must be an int, not {type(num_seqs).__name__}")
     if cu_seqlens is None:
         N, expected = _equal_sequences(num_seqs, T)
         if tiles != expected:
-            raise ValueError(f"workspace holds {tiles} tiles, but {N} sequences of {T // max(N, 1)} tokens are {expected}")
+            raise ValueError(
+                f"workspace holds {tiles} tiles, but {N} sequences of {T // max(N, 1)} tokens are {expected}"
+            )
     else:
         N, cu_seqlens = _packed_sequences(cu_seqlens, num_seqs, T, tiles, device)
     if dfinal_state is not None:
@@ -80,17 +88,33 @@ def _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precis
 def _validate_workspace(workspace, H, device) -> int:
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace must be a kda_cute.Workspace, not {type(workspace).__name__}")
-    wide = _tensor("workspace.kd", workspace.kd, (H, None, CHUNK, HEAD_DIM), (torch.float32,), device)
+    wide = _tensor(
+        "workspace.kd", workspace.kd, (H, None, CHUNK, HEAD_DIM), (torch.float32,), device
+    )
     tiles = wide[1]
     for name in ("qd", "kr", "ki"):
         _tensor(f"workspace.{name}", getattr(workspace, name), wide, (torch.float32,), device)
     _tensor("workspace.g_total", workspace.g_total, (H, tiles, HEAD_DIM), (torch.float32,), device)
     for name in ("inv", "mqk"):
-        _tensor(f"workspace.{name}", getattr(workspace, name), (H, tiles, CHUNK, CHUNK), (torch.bfloat16,), device)
-    _tensor("workspace.states", workspace.states, (H, tiles, HEAD_DIM, HEAD_DIM), (torch.bfloat16,), device)
+        _tensor(
+            f"workspace.{name}",
+            getattr(workspace, name),
+            (H, tiles, CHUNK, CHUNK),
+            (torch.bfloat16,),
+            device,
+        )
+    _tensor(
+        "workspace.states",
+        workspace.states,
+        (H, tiles, HEAD_DIM, HEAD_DIM),
+        (torch.bfloat16,),
+        device,
+    )
     for name, tensor in zip(Workspace._fields, workspace, strict=True):
         if not tensor.is_contiguous():
-            raise ValueError(f"workspace.{name} must be contiguous; its strides are {tensor.stride()}")
+            raise ValueError(
+                f"workspace.{name} must be contiguous; its strides are {tensor.stride()}"
+            )
     return tiles
 
 
@@ -118,7 +142,9 @@ def _packed_sequences(cu_seqlens, num_seqs, T, tiles, device):
         if any(n < 0 for n in lengths):
             raise ValueError(f"cu_seqlens decreases: {offsets}")
         if offsets[0] != 0 or offsets[-1] != T:
-            raise ValueError(f"cu_seqlens must run from 0 to the {T} tokens of do, not {offsets[0]} to {offsets[-1]}")
+            raise ValueError(
+                f"cu_seqlens must run from 0 to the {T} tokens of do, not {offsets[0]} to {offsets[-1]}"
+            )
         expected = sum(-(-n // CHUNK) for n in lengths)
         if tiles != expected:
             raise ValueError(f"workspace holds {tiles} tiles, but cu_seqlens describes {expected}")
@@ -126,7 +152,9 @@ def _packed_sequences(cu_seqlens, num_seqs, T, tiles, device):
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, do is on {device}")
     if not -(-T // CHUNK) <= tiles <= T // CHUNK + N:
-        raise ValueError(f"workspace holds {tiles} tiles, which {N} sequences of {T} tokens together can't have")
+        raise ValueError(
+            f"workspace holds {tiles} tiles, which {N} sequences of {T} tokens together can't have"
+        )
     return N, cu_seqlens
 
 
@@ -137,7 +165,9 @@ def _tensor(name, x, shape, dtypes, device=None) -> tuple[int, ...]:
     if x.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}; expected {' or '.join(map(str, dtypes))}")
     found = tuple(x.shape)
-    if len(found) != len(shape) or any(want is not None and want != got for want, got in zip(shape, found, strict=True)):
+    if len(found) != len(shape) or any(
+        want is not None and want != got for want, got in zip(shape, found, strict=True)
+    ):
         wanted = ", ".join("*" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} has shape {list(found)}; expected [{wanted}]")
     if device is not None and x.device != device:
@@ -155,7 +185,9 @@ def _supported(name, x) -> torch.device:
         )
     found = _capability(x.device.index)
     if found != (9, 0):
-        raise ValueError(f"{name} is on a GPU of compute capability {found[0]}.{found[1]}; the kernels need 9.0 (Hopper)")
+        raise ValueError(
+            f"{name} is on a GPU of compute capability {found[0]}.{found[1]}; the kernels need 9.0 (Hopper)"
+        )
     return x.device
 
 

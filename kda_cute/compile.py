@@ -189,7 +189,9 @@ def _compile(spec: KernelSpec, arch: str, path: Path) -> None:
     started = time.perf_counter()
     function, arguments = spec.trace()
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    compiled = cute.compile(function, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {arch}")
+    compiled = cute.compile(
+        function, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {arch}"
+    )
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
     compiled.export_to_c(str(scratch), function_name=spec.name)
     blob = scratch.read_bytes()
@@ -220,7 +222,9 @@ def object_file(spec: KernelSpec, arch: str = ARCH, folder: Path | None = None) 
 def _object_file_in_worker(spec: KernelSpec, arch: str, expected: Path) -> Path:
     """`object_file` as a worker process runs it: errors travel as text, since not all of the DSL's can be pickled."""
     if expected.stem != f"{spec.name}_{cache_key(spec, arch)}":
-        raise CompileError("kernel sources changed on disk while a worker process started: start a new process")
+        raise CompileError(
+            "kernel sources changed on disk while a worker process started: start a new process"
+        )
     try:
         return object_file(spec, arch, expected.parent)
     except Exception as error:
@@ -255,7 +259,9 @@ def object_files(
     _check_sources_unchanged()
     count = max(1, min(workers or os.cpu_count() or 1, len(missing)))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {pool.submit(_object_file_in_worker, spec, arch, path): spec for spec, path in missing}
+        jobs = {
+            pool.submit(_object_file_in_worker, spec, arch, path): spec for spec, path in missing
+        }
         try:
             for job in as_completed(jobs):
                 job.result()
@@ -298,8 +304,12 @@ def _cubins(blob: bytes) -> Iterator[bytes]:
     while (start := blob.find(b"\x7fELF", start)) >= 0:
         if struct.unpack_from("<H", blob, start + 18)[0] == _EM_CUDA:
             programs, sections = struct.unpack_from("<QQ", blob, start + 0x20)
-            program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", blob, start + 0x36)
-            end = max(sections + section_size * section_count, programs + program_size * program_count)
+            program_size, program_count, section_size, section_count = struct.unpack_from(
+                "<HHHH", blob, start + 0x36
+            )
+            end = max(
+                sections + section_size * section_count, programs + program_size * program_count
+            )
             yield blob[start : start + end]
         start += 4
 
@@ -361,10 +371,15 @@ def report(path: Path) -> list[KernelReport]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(elf)
             cubin.flush()
-            done = subprocess.run([nvdisasm(), "-c", cubin.name], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [nvdisasm(), "-c", cubin.name], capture_output=True, text=True, check=True
+            )
         for name in (s[6:] for s in sections if s.startswith(".text.")):
             sass = done.stdout.split(f".text.{name}:", 1)[-1].split("//-----", 1)[0]
             ops = collections.Counter(m.group(1).split(".")[0] for m in _OPCODE.finditer(sass))
-            registers, stack = attributes[_REGCOUNT].get(name, 0), attributes[_FRAME_SIZE].get(name, 0)
+            registers, stack = (
+                attributes[_REGCOUNT].get(name, 0),
+                attributes[_FRAME_SIZE].get(name, 0),
+            )
             kernels.append(KernelReport(name, registers, stack, ops, sass))
     return kernels

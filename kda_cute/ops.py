@@ -40,12 +40,16 @@ def _outputs(do, kd, dfinal_state, num_seqs):
 
 
 @functools.cache
-def recurrence_spec(precision: str, layout: str, beta: str, state_grad: str, varlen: bool) -> kernel_compile.KernelSpec:
+def recurrence_spec(
+    precision: str, layout: str, beta: str, state_grad: str, varlen: bool
+) -> kernel_compile.KernelSpec:
     """The compile spec of one configuration of the level-1 kernel."""
     from .kernels import bwd_recurrence as kernel
 
     config = kernel.Config(precision, layout, beta, state_grad, varlen)
-    return kernel_compile.KernelSpec("bwd_recurrence", config, functools.partial(kernel.trace, config))
+    return kernel_compile.KernelSpec(
+        "bwd_recurrence", config, functools.partial(kernel.trace, config)
+    )
 
 
 def recurrence_specs() -> list[kernel_compile.KernelSpec]:
@@ -63,12 +67,29 @@ def recurrence_specs() -> list[kernel_compile.KernelSpec]:
 
 @functools.cache
 def _recurrence_kernel(precision, layout, beta_dtype, state_dtype, varlen) -> Callable:
-    spec = recurrence_spec(precision, layout, _NAMES[beta_dtype], _NAMES.get(state_dtype, "none"), varlen)
+    spec = recurrence_spec(
+        precision, layout, _NAMES[beta_dtype], _NAMES.get(state_dtype, "none"), varlen
+    )
     return kernel_compile.load(spec)
 
 
 def _bwd_recurrence_cuda(
-    do, v, beta, kd, qd, kr, ki, g_total, inv, mqk, states, dfinal_state, cu_seqlens, num_seqs, precision, layout
+    do,
+    v,
+    beta,
+    kd,
+    qd,
+    kr,
+    ki,
+    g_total,
+    inv,
+    mqk,
+    states,
+    dfinal_state,
+    cu_seqlens,
+    num_seqs,
+    precision,
+    layout,
 ):
     out = _outputs(do, kd, dfinal_state, num_seqs)
     if kd.shape[0] == 0 or num_seqs == 0 or kd.shape[1] == 0:
@@ -81,7 +102,11 @@ def _bwd_recurrence_cuda(
         dfinal_state = dfinal_state.contiguous()
     if cu_seqlens is not None and cu_seqlens.dtype == torch.int64:
         # Offsets fit 31 bits: the low words, two apart, are the int32 view that the kernel reads.
-        cu_seqlens = cu_seqlens.view(torch.int32)[::2] if cu_seqlens.is_contiguous() else cu_seqlens.to(torch.int32)
+        cu_seqlens = (
+            cu_seqlens.view(torch.int32)[::2]
+            if cu_seqlens.is_contiguous()
+            else cu_seqlens.to(torch.int32)
+        )
     arguments = (
         do.contiguous(), v.contiguous(), beta.contiguous(),
         kd, qd, kr, ki, g_total, inv, mqk, states, dfinal_state, cu_seqlens, *out,
@@ -95,7 +120,22 @@ def _bwd_recurrence_cuda(
 
 
 def _bwd_recurrence_cpu(
-    do, v, beta, kd, qd, kr, ki, g_total, inv, mqk, states, dfinal_state, cu_seqlens, num_seqs, precision, layout
+    do,
+    v,
+    beta,
+    kd,
+    qd,
+    kr,
+    ki,
+    g_total,
+    inv,
+    mqk,
+    states,
+    dfinal_state,
+    cu_seqlens,
+    num_seqs,
+    precision,
+    layout,
 ):
     workspace = Workspace(kd, qd, kr, ki, g_total, inv, mqk, states)
     grads = reference.bwd_recurrence(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs)
@@ -106,7 +146,22 @@ def _bwd_recurrence_cpu(
 
 
 def _bwd_recurrence_fake(
-    do, v, beta, kd, qd, kr, ki, g_total, inv, mqk, states, dfinal_state, cu_seqlens, num_seqs, precision, layout
+    do,
+    v,
+    beta,
+    kd,
+    qd,
+    kr,
+    ki,
+    g_total,
+    inv,
+    mqk,
+    states,
+    dfinal_state,
+    cu_seqlens,
+    num_seqs,
+    precision,
+    layout,
 ):
     return _outputs(do, kd, dfinal_state, num_seqs)
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,12 +67,21 @@ class Measured(NamedTuple):
         """The budgets that this kernel breaks, in words."""
         opcode, found = MMA_OPCODES[self.config.precision], sum(self.opcodes.values())
         checks = (
-            (self.registers <= REGISTERS_AT_LAUNCH, f"{self.registers} registers > {REGISTERS_AT_LAUNCH}"),
+            (
+                self.registers <= REGISTERS_AT_LAUNCH,
+                f"{self.registers} registers > {REGISTERS_AT_LAUNCH}",
+            ),
             (self.stack == 0, f"{self.stack} bytes of stack"),
             (self.spills == 0, f"{self.spills} loads and stores of spilled registers"),
             (self.shared <= SMEM_PER_CTA, f"{self.shared} bytes of shared memory > {SMEM_PER_CTA}"),
-            (set(self.opcodes) == {opcode}, f"tensor-core instructions {self.opcodes}, not {opcode} only"),
-            (found == self.accounted, f"{found} tensor-core instructions, the account holds {self.accounted}"),
+            (
+                set(self.opcodes) == {opcode},
+                f"tensor-core instructions {self.opcodes}, not {opcode} only",
+            ),
+            (
+                found == self.accounted,
+                f"{found} tensor-core instructions, the account holds {self.accounted}",
+            ),
             (
                 self.mma_per_chunk == self.mma_implied,
                 f"{self.mma_per_chunk} tensor-core instructions a chunk, not {self.mma_implied}",
@@ -116,19 +127,35 @@ def select(
 
 
 def measure_all(
-    specs: Sequence[kernel_compile.KernelSpec], workers: int | None = None, folder: Path | None = None
+    specs: Sequence[kernel_compile.KernelSpec],
+    workers: int | None = None,
+    folder: Path | None = None,
 ) -> list[Measured]:
     """Compile what is missing, with a progress bar on stderr, and measure everything."""
     with tqdm(total=len(specs), desc="compiling for sm_90a", unit="kernel", file=sys.stderr) as bar:
         paths = kernel_compile.object_files(
             specs, folder=folder, workers=workers, progress=lambda spec: bar.update()
         )
-    return [measure(spec.config, path) for spec, path in zip(specs, paths, strict=True)]
+    configs = [spec.config for spec in specs]
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # the work is nvdisasm's, in processes of its own
+        return list(pool.map(measure, configs, paths))
 
 
 def table(kernels: Iterable[Measured]) -> str:
     """One line per kernel."""
-    head = ("kernel", "registers", "spills", "shared", f"of {SMEM_PER_CTA}", "MMA/chunk", "implied", "FFMA", "budgets")
+    head = (
+        "kernel",
+        "registers",
+        "spills",
+        "shared",
+        f"of {SMEM_PER_CTA}",
+        "MMA/chunk",
+        "implied",
+        "FFMA",
+        "budgets",
+    )
     rows = [
         (
             label(k.config),

@@ -68,7 +68,7 @@ class BwdRecurrence:
         self.plan = plan("bwd_recurrence", config.layout, config.precision)
         mma = WarpMma(config.precision)
         self.value = ValueRole(config, self.plan, mma)
-        self.key, self.pair = KeyRole(self.plan, mma), PairRole(self.plan, mma)
+        self.key, self.pair = (role(config, self.plan, mma) for role in (KeyRole, PairRole))
         self.producer, self.store = ProducerRole(config, self.plan), StoreRole(self.plan)
 
     # ------------------------------------------------------------ launch

@@ -21,7 +21,7 @@ from ...device.warp_mma import (
     unpack_bf16,
 )
 from .operands import N, Operands
-from .schedule import DL_WARP, DM_WARP, K_BLOCKS, UNROLL, Bar, Slot, Walk
+from .schedule import DL_WARP, DM_WARP, K_BLOCKS, Bar, Slot, Walk
 
 
 class KeyRole(Operands):
@@ -63,7 +63,7 @@ class KeyRole(Operands):
         sums.fill(0.0)
         dvc, dS = self.handed_operand("dvc", base, lane), self.dS_values(base, warp, lane)
         states = self.state_columns("states", base, warp, lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.contract_states_step(dkd, sums, dvc, dS, states, kb)
         for i in cutlass.range_constexpr(cute.size(dkd)):
             dkd[i] = -dkd[i]
@@ -111,7 +111,7 @@ class KeyRole(Operands):
         """A U^T."""
         acc = self.mma.accumulators(1, 2)
         u = self.u_columns(base, lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.times_u_step(acc, a, u, kb)
         return acc
 

@@ -12,8 +12,8 @@ N = D // 8 // WARPS  # column tiles of 8 that a warp owns
 class Operands:
     """Base of the two roles: the plan, the products, and the shared operands."""
 
-    def __init__(self, plan, mma):
-        self.plan, self.mma, self.tf32 = plan, mma, mma.tf32
+    def __init__(self, config, plan, mma):
+        self.config, self.plan, self.mma, self.tf32 = config, plan, mma, mma.tf32
         self.stages = plan["kd"].stages
 
     def do_operand(self, base, slot, lane):

@@ -22,7 +22,6 @@ from .schedule import (
     GRAM_WARP,
     K_BLOCKS,
     PAIR,
-    UNROLL,
     WARPS,
     Bar,
     C,
@@ -71,7 +70,7 @@ class PairRole(Operands):
     def gram(self, F, base, slot: Slot, lane: Int32):
         """F = kd ki^T."""
         kd, ki = (pairs_along_columns(self.plan[name].view(base, slot.stage), lane) for name in ("kd", "ki"))
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.gram_step(F, kd, ki, kb)
 
     def gram_step(self, F, kd, ki, kb):
@@ -85,7 +84,7 @@ class PairRole(Operands):
         """dqd = do S^T, so far."""
         dqd = self.mma.accumulators(1, N)
         do, states = self.do_operand(base, slot, lane), self.state_columns("states", base, warp, lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.do_states_step(dqd, do, states, kb)
         return dqd
 
@@ -100,7 +99,7 @@ class PairRole(Operands):
         """dkr = U dS^T."""
         dkr = self.mma.accumulators(1, N)
         u, dS = self.handed_operand("U", base, lane), self.dS_columns(base, warp, lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.u_dS_step(dkr, u, dS, kb)
         return dkr
 

@@ -9,7 +9,6 @@ from cutlass import Int32
 
 C, D = 16, 128  # tokens of a chunk; K = V
 K_BLOCKS = D // 16  # steps of 16 along K or V
-UNROLL = 2  # of loops over those steps, where accumulators allow a loop: long code misses the instruction cache
 WARPS = 4  # in each role that computes: a warpgroup, so that it has its own register budget
 VALUE, KEY, PAIR = 0, 4, 8  # first warps of those roles
 CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13
@@ -19,13 +18,17 @@ DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 0  # two key warps and a pair warp that make
 
 @dataclass(frozen=True)
 class Config:
-    """precision "tf32" or "bf16"; layout: a plan's name; beta "bf16" or "f32"; state_grad those or "none"."""
+    """precision "tf32" or "bf16"; layout: a plan's name; beta "bf16" or "f32"; state_grad those or "none".
+
+    unroll: of loops over K_BLOCKS whose accumulators stay; more instructions miss the instruction cache more often.
+    """
 
     precision: str = "tf32"
     layout: str = "default"
     beta: str = "bf16"
     state_grad: str = "none"
     varlen: bool = False
+    unroll: int = 2
 
 
 class Registers(enum.IntEnum):
@@ -95,22 +98,22 @@ class MmaRow(NamedTuple):
 
 def mma_account(config: Config) -> list[MmaRow]:
     """Where the tensor-core instructions of a chunk are; m16n8k16 in bf16, twice as many m16n8k8 in tf32."""
-    loops = K_BLOCKS // UNROLL
+    loops = K_BLOCKS // config.unroll
     steps = [
         ("do^T Mqk", WARPS, 4, 1),
         ("dS^T kr^T", WARPS, 4 * K_BLOCKS, 1),
         ("dU^T INV", WARPS, 4, 1),
-        ("S^T kd^T", WARPS, 4 * UNROLL, loops),
+        ("S^T kd^T", WARPS, 4 * config.unroll, loops),
         ("vc^T INV^T", WARPS, 4, 1),
         ("do^T qd, (b dvc)^T kd", WARPS, 2 * 4 * K_BLOCKS, 1),
-        ("dvc S^T", WARPS, 4 * UNROLL, loops),
+        ("dvc S^T", WARPS, 4 * config.unroll, loops),
         ("dL ki, dM^T qd, (b dL)^T kd", WARPS, 3 * 4, 1),
-        ("do S^T", WARPS, 4 * UNROLL, loops),
+        ("do S^T", WARPS, 4 * config.unroll, loops),
         ("dM ki", WARPS, 4, 1),
-        ("do U^T", 1, 2 * UNROLL, loops),
-        ("dvc U^T", 1, 2 * UNROLL, loops),
-        ("kd ki^T", 1, 2 * UNROLL, loops),
-        ("U dS^T", WARPS, 4 * UNROLL, loops),
+        ("do U^T", 1, 2 * config.unroll, loops),
+        ("dvc U^T", 1, 2 * config.unroll, loops),
+        ("kd ki^T", 1, 2 * config.unroll, loops),
+        ("U dS^T", WARPS, 4 * config.unroll, loops),
     ]
     each = 2 if config.precision == "tf32" else 1
     return [MmaRow(product, warps, static * each, trips) for product, warps, static, trips in steps]

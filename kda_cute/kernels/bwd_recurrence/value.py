@@ -23,7 +23,7 @@ from ...device.warp_mma import (
     store_pair,
     unpack_bf16,
 )
-from .schedule import K_BLOCKS, UNROLL, WARPS, Bar, D, Gmem, Slot, Walk
+from .schedule import K_BLOCKS, WARPS, Bar, D, Gmem, Slot, Walk
 
 
 class ValueRole:
@@ -159,7 +159,7 @@ class ValueRole:
         row, chunk = LaneRows(lane).rows_first()
         states = MatrixRows(self.plan["states"], base, 0, 16 * self.M * warp + row, chunk)
         kd = pairs_along_columns(self.plan["kd"].view(base, slot.stage), lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=UNROLL):
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.times_states_step(kdS, states, kd, kb)
         return kdS
 
