@@ -30,7 +30,7 @@ from .layouts import variants
 from .layouts.plan import SMEM_PER_CTA, format_table
 
 # A CTA has 512 threads and an SM 65,536 registers; warps move them between each other only after the launch.
-REGISTERS_AT_LAUNCH = 128
+REGISTERS_AT_LAUNCH, WARPGROUPS = 128, 4
 
 # m16n8k16 steps of a chunk's products: seven [16,128] x [128,128]-sized ones of 128, seven of [16,16] x [16,128] and
 # three of [16,128] x [128,16] of 16 each.  In tf32 a step is two instructions, m16n8k8.
@@ -42,6 +42,7 @@ MMA_PER_STEP = {"tf32": 2, "bf16": 1}
 # would add a thousand.
 FFMA_LIMIT = 256
 
+_SETMAXREG = re.compile(r"USETMAXREG\.[A-Z_.]+ (?:UP\d, )?0x([0-9a-f]+)")
 _MMA = re.compile(r"\b[A-Z]{0,2}G?MMA\.[A-Z0-9_.]+")
 
 
@@ -57,6 +58,7 @@ class Measured(NamedTuple):
     accounted: int  # those that the kernel's own account holds
     mma_per_chunk: int  # by that account, over all warps, loops unrolled
     ffma: int
+    roles: tuple[int, ...]  # registers per thread that each warpgroup asks for after the launch
 
     @property
     def mma_implied(self) -> int:
@@ -87,6 +89,11 @@ class Measured(NamedTuple):
                 f"{self.mma_per_chunk} tensor-core instructions a chunk, not {self.mma_implied}",
             ),
             (self.ffma <= FFMA_LIMIT, f"{self.ffma} FFMA > {FFMA_LIMIT}"),
+            (
+                len(self.roles) == WARPGROUPS
+                and sum(self.roles) <= WARPGROUPS * REGISTERS_AT_LAUNCH,
+                f"warpgroups that ask for {self.roles} registers wait for ever",
+            ),
         )
         return [words for kept, words in checks if not kept]
 
@@ -111,6 +118,7 @@ def measure(config: Any, path: Path) -> Measured:
         accounted=sum(row.static for row in rows),
         mma_per_chunk=sum(row.warps * row.static * row.trips for row in rows),
         ffma=kernel.ops["FFMA"],
+        roles=tuple(int(count, 16) for count in _SETMAXREG.findall(kernel.sass)),
     )
 
 

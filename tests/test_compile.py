@@ -21,6 +21,7 @@ from kda_cute import compile as kernel_compile
 from kda_cute import ops, report
 from kda_cute.kernels import bwd_recurrence
 from kda_cute.kernels.bwd_recurrence import Config
+from kda_cute.kernels.bwd_recurrence.schedule import Registers
 from kda_cute.layouts import variants
 
 SPECS = ops.recurrence_specs()
@@ -61,6 +62,7 @@ def test_kernel_keeps_its_budgets(compiled, spec):
     assert k.opcodes[opcode] == k.accounted
     assert k.mma_per_chunk == {"tf32": 2112, "bf16": 1056}[precision]
     assert k.ffma < report.FFMA_LIMIT == 256  # a scalar kernel has thousands
+    assert sorted(k.roles) == sorted(Registers()) and sum(k.roles) == 4 * 128
     assert not k.broken()
 
 
@@ -85,6 +87,7 @@ def measured(**changes) -> report.Measured:
         accounted=144,
         mma_per_chunk=1056,
         ffma=65,
+        roles=(40, 112, 112, 248),
     )
     return good._replace(**changes)
 
@@ -103,6 +106,11 @@ def measured(**changes) -> report.Measured:
         ({"mma_per_chunk": 1055}, "1055"),
         ({"config": Config("tf32"), "opcodes": {"HMMA.1688.F32.TF32": 144}}, "not 2112"),
         ({"ffma": 2000}, "FFMA"),
+        (
+            {"roles": (40, 112, 248)},
+            "for ever",
+        ),  # one warpgroup keeps the 128 that another waits for
+        ({"roles": (40, 112, 112, 256)}, "for ever"),
     ),
 )
 def test_a_broken_budget_is_reported(monkeypatch, capsys, changes, word):

@@ -139,12 +139,10 @@ def test_no_two_elements_share_bytes(tile):
 @pytest.mark.parametrize(
     ("layout", "precision", "total"),
     [
-        ("default", "tf32", 222_720),
-        ("default", "bf16", 208_128),
-        ("padded", "tf32", 220_416),
-        ("padded", "bf16", 207_104),
-        ("dense", "tf32", 211_200),
-        ("dense", "bf16", 203_008),
+        ("default", "tf32", 227_584),
+        ("default", "bf16", 225_408),
+        ("padded", "tf32", 225_280),
+        ("padded", "bf16", 223_872),
     ],
 )
 def test_totals(layout, precision, total):
@@ -157,16 +155,19 @@ def test_totals(layout, precision, total):
 @pytest.mark.parametrize(("layout", "precision"), ALL_PLANS)
 def test_plan_tiles(layout, precision):
     p = plan(layout, precision)
-    assert p.steps == ("load", "solve", "publish", "contract", "mix")
+    assert p.steps == ("load", "solve", "contract", "mix", "store")
     for a, b in combinations(p.tiles, 2):  # without the plan's own notion of a lifetime
         live = {s for s in p.steps if a in p.live(s) and b in p.live(s)}
         apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
         assert apart or not live, (a.name, b.name)
     for tile in p.tiles:
         assert tile.offset % tile.alignment == 0
-        key_only = tile.name in ("dM", "dL", "dLb", "dM_diag")
-        assert (tile.first, tile.last) == (("contract" if key_only else "load"), "mix")
-    assert p["states"].stages == (1 if precision == "tf32" else 2)
+        small = tile.name in ("dM", "dL", "dLb", "dM_diag")
+        assert (tile.first, tile.last) == (("contract", "mix") if small else ("load", "store"))
+        assert not small or tile.stages == 2  # the roles that share them are a chunk apart
+    operands = ("kd", "qd", "kr", "ki", "do", "v", "inv", "mqk", "g_total", "beta")
+    assert {p[n].stages for n in operands} == {2 if precision == "tf32" else 3}
+    assert {p[n].stages for n in ("states", "dS", "U", "dvc", "dv")} == {1}
     assert {p[n].dtype for n in ("dS", "U", "dvc")} == {"f32" if precision == "tf32" else "bf16"}
     assert "kd" in p and "absent" not in p
     with pytest.raises(KeyError, match="absent"):
@@ -229,7 +230,7 @@ def test_bad_plans():
 def test_over_the_limit():
     with pytest.raises(LayoutError) as error:
         rebuilt(plan(), limit=200_000)
-    assert all(w in str(error.value) for w in ("222720", "200000", "dS 70656", "states 32768"))
+    assert all(w in str(error.value) for w in ("227584", "200000", "dS 70656", "states 32768"))
 
 
 def test_ctas_per_sm():
@@ -253,7 +254,7 @@ def test_fingerprint_and_import_without_dsl():
     code = (
         "import sys; from kda_cute.layouts import audit, variants; "
         f"p = variants.plan({KERNEL!r}, 'default', 'tf32'); audit.audit(p); p.describe(); "
-        "assert 'cutlass' not in sys.modules and 'torch' not in sys.modules; print(p.fingerprint)"
+        "assert 'cutlass' not in sys.modules; print(p.fingerprint)"
     )
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
@@ -264,9 +265,9 @@ def test_fingerprint_and_import_without_dsl():
 
 def test_describe_lists_every_tile():
     text = plan().describe()
-    assert "222720 of 232448 bytes" in text
+    assert "227584 of 232448 bytes" in text
     line = next(ln for ln in text.splitlines() if ln.startswith("states "))
-    assert line.split()[:3] == ["states", "128x128", "bf16"] and line.endswith("load..mix")
+    assert line.split()[:3] == ["states", "128x128", "bf16"] and line.endswith("load..store")
     assert len(text.splitlines()) == 3 + len(plan().tiles)
 
 
@@ -274,7 +275,7 @@ def test_describe_lists_every_tile():
     ("args", "argument", "choices"),
     [
         (("nope", "default", "tf32"), "kernel='nope'", "bwd_recurrence"),
-        ((KERNEL, "nope", "tf32"), "layout='nope'", "default, padded, dense"),
+        ((KERNEL, "nope", "tf32"), "layout='nope'", "default, padded"),
         ((KERNEL, "default", "nope"), "precision='nope'", "tf32, bf16"),
     ],
 )
@@ -364,6 +365,17 @@ def test_broadcast_and_width():
         ways_of(Dense(), "lds32", audit.pairs()[:8])
 
 
+def test_shared_words_take_one_wavefront():
+    """A 64-bit access whose lanes share words is as cheap as its different words, as measured."""
+    line = Tile("x", (1, 128), "f32", Dense())
+    for coords, words in ((audit.per_column(), 8), (audit.pairs()[:4] * 8, 8)):
+        access = audit.Access("x", line, "lds64", coords, 1)
+        assert len({c + i for _, c in coords for i in (0, 1)}) == words
+        assert (audit.ideal_wavefronts(access), audit.wavefronts(access)) == (1, 1)
+    access = audit.Access("x", Tile("x", (8, 8), "f32", Dense()), "lds64", audit.pairs(), 1)
+    assert (audit.ideal_wavefronts(access), audit.wavefronts(access)) == (2, 2)
+
+
 def test_default_layout_is_free_of_fp32_conflicts():
     wide = ("kd", "qd", "kr", "ki", "dS", "U", "dvc")
     for precision in variants.precisions(KERNEL):
@@ -371,41 +383,58 @@ def test_default_layout_is_free_of_fp32_conflicts():
         assert {r.tile for r in rows} >= set(wide) | {"states", "do", "v", "dv"}
         assert all(r.ways == 1 and r.extra_cycles == 0 for r in rows if r.tile in wide)
         assert all(r.ways == 1 for r in rows if r.tile in ("states", "do", "v", "dv"))
-        assert {r.tile for r in rows if r.ways > 1} == {"inv", "mqk", "dM", "dLb"}
+        assert {r.tile for r in rows if r.ways > 1} == {"inv", "mqk", "dM", "dL", "dLb"}
+        stores = {r.name for r in rows if r.ways > 1 and r.tile[0] == "d"}
+        assert all(name.endswith("store, single") for name in stores)
+
+
+# Wavefronts of shared-memory instructions in a chunk of the default layout, as a profiler counted
+# them on the GPU. They include the shuffles, which the audit leaves out: one wavefront each.
+MEASURED = {"tf32": 5823, "bf16": 4649}
+SHUFFLES = 4 * (4 + 12 + 8) + 6  # value, key and pair warps, and one pair warp for dbeta
 
 
 @pytest.mark.parametrize(
     ("layout", "precision", "extra"),
     [
-        ("default", "tf32", 176),
-        ("default", "bf16", 176),
-        ("padded", "tf32", 1520),
-        ("padded", "bf16", 880),
-        ("dense", "tf32", 10928),
-        ("dense", "bf16", 4400),
+        ("default", "tf32", 60),
+        ("default", "bf16", 60),
+        ("padded", "tf32", 1980),
+        ("padded", "bf16", 828),
     ],
 )
 def test_extra_cycles(layout, precision, extra):
     rows = audit.audit(plan(layout, precision))
     assert sum(r.extra_cycles for r in rows) == extra
-    assert sum(r.ideal * r.count for r in rows) == (4776 if precision == "tf32" else 3688)
+    ideal = sum(r.ideal * r.count for r in rows)
+    assert ideal == (5671 if precision == "tf32" else 4487)
     assert f"{extra} extra" in audit.describe(plan(layout, precision))
+    if layout == "default":
+        assert ideal + extra == pytest.approx(MEASURED[precision] - SHUFFLES, rel=0.02)
 
 
 def test_counts_of_the_kernel():
-    counts = {r.name: (r.kind, r.count) for r in audit.audit(plan())}
+    rows = audit.audit(plan())
+    counts = {r.name: (r.kind, r.count) for r in rows}
+    assert len(counts) == len(rows)
     assert counts["value: kd as B, K contiguous"] == ("lds64", 128)
     assert counts["value: qd as B, tokens strided"] == ("lds32", 256)
-    assert counts["key: ki as B, tokens strided"] == ("lds32", 64)
-    assert counts["key: kr elementwise"] == ("lds64", 32)
     assert counts["value: dS store"] == ("sts64", 256)
-    assert counts["key: dS as B"] == ("lds32", 512)
     assert counts["value: U store"] == ("sts32", 64)
-    assert counts["key: dvc as A"] == ("lds64", 256)
+    assert counts["key: ki as B, tokens strided"] == ("lds32", 64)
+    assert counts["key: qd elementwise"] == ("lds64", 32)
+    assert counts["key: dvc as A"] == counts["pair: U as A"] == ("lds64", 128)
+    assert counts["key: dS as B"] == counts["pair: dS as B"] == ("lds32", 512)
+    assert counts["key: S^T as B"] == counts["pair: S^T as B"] == ("ldmatrix_trans", 64)
+    assert counts["pair: kr elementwise"] == ("lds64", 32)
+    assert counts["one pair warp: U as B, for dM and dL"] == ("lds64", 64)
+    for staged in ("key: dkd", "key: dki", "pair: dkr", "pair: dqd"):
+        assert counts[f"{staged} staged"] == ("sts64", 32)
     low = {r.name: (r.kind, r.count) for r in audit.audit(plan(precision="bf16"))}
     assert low["value: dS store"] == ("stmatrix", 64)
-    assert low["key: dS as B"] == ("ldmatrix_trans", 64)
-    assert low["key: U as A"] == ("ldmatrix", 64)
+    assert low["value: U store"] == ("stmatrix_trans", 8)
+    assert low["key: dS as B"] == low["pair: dS as B"] == ("ldmatrix_trans", 64)
+    assert low["key: dvc as A"] == low["pair: U as A"] == ("ldmatrix", 32)
 
 
 @pytest.mark.parametrize(("layout", "precision"), ALL_PLANS)
@@ -415,7 +444,7 @@ def test_every_plan_is_legal(layout, precision):
 
 def test_legality_finds_problems():
     def with_layout(name, layout, precision="bf16"):
-        p = plan("dense", precision)
+        p = plan("padded", precision)
         swapped = [replace(t, layout=layout) if t.name == name else t for t in p.tiles]
         return audit.legality(Plan.build(p.name, p.steps, swapped))
 
@@ -581,7 +610,8 @@ def test_views_compile(tmp_path):
     assert seen["do"][1] == "((8,2),(64,2)):((64,512),(1,1024))"
     assert seen["do_t"] == "((64,2),(8,2)):((1,1024),(64,512))"
     assert seen["all_do"] == "((8,2),(64,2),2):((64,512),(1,1024),2048)"
-    assert "i64" in seen["barriers"] and "align<128>" in seen["barriers"]
+    alignment = int(re.search(r"i64.*align<(\d+)>", seen["barriers"])[1])
+    assert alignment % 128 == 0 and p["barriers"].offset % alignment == 0
     (ptx,) = (f.read_text() for f in tmp_path.glob("*.ptx"))
     assert f"+{p['kd'].offset}]" in ptx  # the planned offset is an immediate
     assert "st.shared.v2" in ptx  # the alignment of a runtime stage is known

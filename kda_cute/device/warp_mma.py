@@ -24,20 +24,29 @@ class WarpMma:
 
     def __init__(self, precision: str):
         self.tf32 = precision == "tf32"
-        self.op = warp.MmaTF32Op((16, 8, 8)) if self.tf32 else warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
+        self.op = (
+            warp.MmaTF32Op((16, 8, 8))
+            if self.tf32
+            else warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
+        )
 
     # ------------------------------------------------------------ operands
     def operand_a(self, values):
         """A operand from 8 fp32 values in the order above, rounded to nearest."""
         if self.tf32:
             order = [(0, 2, 1, 3), (4, 6, 5, 7)]  # the atom wants half before k
-            return [self._tf32([round_tf32(values[i]) for i in step], ((2, 2), 1)) for step in order]
+            return [
+                self._tf32([round_tf32(values[i]) for i in step], ((2, 2), 1)) for step in order
+            ]
         return self._bf16(values, ((2, 2, 2), 1))
 
     def operand_b(self, values):
         """B operand from 4 fp32 values in the order above, rounded to nearest."""
         if self.tf32:
-            return [self._tf32([round_tf32(values[2 * s + i]) for i in range(2)], (2, 1)) for s in range(2)]
+            return [
+                self._tf32([round_tf32(values[2 * s + i]) for i in range(2)], (2, 1))
+                for s in range(2)
+            ]
         return self._bf16(values, ((2, 2), 1))
 
     def exact_a(self, values):
@@ -50,7 +59,9 @@ class WarpMma:
     def exact_b(self, values):
         """B operand from 4 fp32 values that are already representable in the operand format."""
         if self.tf32:
-            return [self._tf32([bits(values[2 * s + i]) for i in range(2)], (2, 1)) for s in range(2)]
+            return [
+                self._tf32([bits(values[2 * s + i]) for i in range(2)], (2, 1)) for s in range(2)
+            ]
         return self._bf16(values, ((2, 2), 1))
 
     def values_a(self, operand):
@@ -69,7 +80,10 @@ class WarpMma:
         if self.tf32:
             values = unpack_bf16(packed)
             return [self.exact_b(values[:4]), self.exact_b(values[4:])]
-        return [cute.make_tensor(packed.iterator + 4 * n, cute.make_layout(((2, 2), 1))) for n in range(2)]
+        return [
+            cute.make_tensor(packed.iterator + 4 * n, cute.make_layout(((2, 2), 1)))
+            for n in range(2)
+        ]
 
     @staticmethod
     def _tf32(words, shape):
@@ -125,7 +139,13 @@ def round_tf32(x, *, loc=None, ip=None):
     """
     source = Float32(x).ir_value(loc=loc, ip=ip)
     word = llvm.inline_asm(
-        Int32.mlir_type, [source], "cvt.rn.tf32.f32 $0, $1;", "=r,f", has_side_effects=False, loc=loc, ip=ip
+        Int32.mlir_type,
+        [source],
+        "cvt.rn.tf32.f32 $0, $1;",
+        "=r,f",
+        has_side_effects=False,
+        loc=loc,
+        ip=ip,
     )
     return Int32(word)
 
@@ -140,7 +160,9 @@ def pack_bf16(values, fragment):
     wide = cute.make_rmem_tensor((len(values),), Float32)
     for i in range(len(values)):
         wide[i] = values[i]
-    cute.make_tensor(fragment.iterator, cute.make_layout(len(values))).store(wide.load().to(BFloat16))
+    cute.make_tensor(fragment.iterator, cute.make_layout(len(values))).store(
+        wide.load().to(BFloat16)
+    )
 
 
 def packed_bf16(values):
@@ -152,7 +174,9 @@ def packed_bf16(values):
 
 def unpack_bf16(fragment):
     """The fp32 values of a register tensor of bf16, as a list."""
-    words = cute.recast_tensor(cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32)
+    words = cute.recast_tensor(
+        cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32
+    )
     values = []
     for i in range(cute.size(words)):
         values.append(from_bits(words[i] << 16))
@@ -220,7 +244,11 @@ def block_b(view, n_block, k_block, k_rows: bool):
     """B operand's 4 values; k_rows: the tile is [k, n] (strided pairs), else [n, k]."""
     out = []
     for s in range(2):
-        out += load_pair(view, k_block + s, n_block) if k_rows else load_pair(view, n_block, k_block + s)
+        out += (
+            load_pair(view, k_block + s, n_block)
+            if k_rows
+            else load_pair(view, n_block, k_block + s)
+        )
     return out
 
 
@@ -237,7 +265,10 @@ def transposed_a(view):
 def select_half(pair, which: Int32):
     """pair[which] of two bf16 B operands."""
     out = cute.make_rmem_tensor(((2, 2), 1), BFloat16)
-    a, b, o = (cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(4)), Int32) for x in (*pair, out))
+    a, b, o = (
+        cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(4)), Int32)
+        for x in (*pair, out)
+    )
     for i in cutlass.range_constexpr(2):
         o[i] = b[i] if which == 1 else a[i]
     return out

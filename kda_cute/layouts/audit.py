@@ -2,7 +2,8 @@
 
 Shared memory has 32 banks of 4 bytes and serves one wavefront per cycle: 32 lanes of 4 bytes, 16 of
 8, or 8 of 16 (one 8x8 matrix of ldmatrix or stmatrix). Lanes that touch the same 4-byte word don't
-conflict; different words of one bank take one wavefront each.
+conflict; different words of one bank take one wavefront each. An access whose words all fit in one
+wavefront, because lanes share them, takes one whatever its width.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ def group_ways(offsets: Sequence[int], lane_bytes: int) -> tuple[int, ...]:
     return tuple(ways)
 
 
-def ideal_wavefronts(kind: str) -> int:
-    """Wavefronts of one warp-wide instruction without conflicts."""
-    return max(1, WARP * LANE_BYTES[kind] // (BANKS * BANK_BYTES))
+def ideal_wavefronts(access: Access) -> int:
+    """Wavefronts of one instruction without conflicts: enough for the different words it touches."""
+    return max(-(-len(_words(access, shift)) // BANKS) for shift in access.shifts)
 
 
 def wavefronts(access: Access) -> int:
@@ -114,9 +115,24 @@ def ways(access: Access) -> int:
     return max(max(group_ways(access.offsets(s), size)) for s in access.shifts)
 
 
+def _words(access: Access, shift: Coord) -> set[int]:
+    """The 4-byte words that one instruction touches."""
+    size = LANE_BYTES[access.kind]
+    return {
+        word
+        for start in access.offsets(shift)
+        for word in range(start // BANK_BYTES, (start + size - 1) // BANK_BYTES + 1)
+    }
+
+
 def _per_shift(access: Access) -> list[int]:
     size = LANE_BYTES[access.kind]
-    return [sum(group_ways(access.offsets(s), size)) for s in access.shifts]
+    counts = []
+    for shift in access.shifts:
+        words = _words(access, shift)
+        one = len({word % BANKS for word in words}) == len(words)
+        counts.append(1 if one else sum(group_ways(access.offsets(shift), size)))
+    return counts
 
 
 # ---- patterns of lanes; lane l of mma.sync has r = l // 4 and c = l % 4
@@ -133,8 +149,33 @@ def strided() -> tuple[Coord, ...]:
 
 
 def matrices() -> tuple[Coord, ...]:
-    """Row addresses of ldmatrix or stmatrix x4 over a 16x16 block."""
+    """Row addresses of ldmatrix or stmatrix x4 over a 16x16 block: matrices down a column first."""
     return tuple((lane % 16, 8 * (lane // 16)) for lane in range(WARP))
+
+
+def matrices_across() -> tuple[Coord, ...]:
+    """The same, matrices along a row first."""
+    return tuple((lane % 8 + 8 * (lane // 16), 8 * (lane // 8 % 2)) for lane in range(WARP))
+
+
+def per_row() -> tuple[Coord, ...]:
+    """(0, r): a vector indexed by an accumulator's row."""
+    return tuple((0, lane // 4) for lane in range(WARP))
+
+
+def per_column() -> tuple[Coord, ...]:
+    """(0, 2c): a vector indexed by an accumulator's columns."""
+    return tuple((0, 2 * (lane % 4)) for lane in range(WARP))
+
+
+def column_sums() -> tuple[Coord, ...]:
+    """(0, column of 16): where sums over an accumulator's rows end up, each in two lanes."""
+    return tuple((0, 8 * (i // 16) + 2 * (i % 4) + i // 8 % 2) for i in range(WARP))
+
+
+def vectors_of_8() -> tuple[Coord, ...]:
+    """Two rows of 128 bf16 in vectors of 8."""
+    return tuple((lane // 16, 8 * (lane % 16)) for lane in range(WARP))
 
 
 def grid(rows: Sequence[int], cols: Sequence[int]) -> tuple[Coord, ...]:
@@ -146,68 +187,126 @@ def grid(rows: Sequence[int], cols: Sequence[int]) -> tuple[Coord, ...]:
 
 
 def bwd_recurrence_accesses(plan: Plan) -> list[Access]:
-    """What the 4 value warps and 8 key warps of bwd_recurrence access in one chunk.
+    """What the 4 value, 4 key and 4 pair warps of bwd_recurrence access in one chunk.
 
-    A value warp owns 32 rows of V, a key warp 16 columns of K. The precision of the plan is read
-    off the dtype of dS.
+    A value warp owns 32 rows of V, a key or pair warp 32 columns of K: 4 column tiles of 8. Three
+    pair warps also make one small matrix each. The precision of the plan is read off the dtype of
+    dS. Left out: bulk copies, mbarriers, shuffles, the zeroing of a sequence's tail, and the
+    predicated stores of the diagonal of dM.
     """
-    tokens = plan["kd"].shape[0]
-    wide = range(0, 128, 8)
     accesses: list[Access] = []
 
-    def add(name: str, tile: str, kind: str, coords, per_warp: int, warps: int, shifts) -> None:
-        accesses.append(Access(name, plan[tile], kind, coords, per_warp * warps, shifts))
+    def adder(role: str, warps: int):
+        def add(name: str, tile: str, kind: str, coords, per_warp: int, shifts=((0, 0),)) -> None:
+            access = Access(f"{role}: {name}", plan[tile], kind, coords, per_warp * warps, shifts)
+            accesses.append(access)
 
-    def value(name: str, tile: str, kind: str, coords, per_warp: int, shifts=((0, 0),)) -> None:
-        add(f"value: {name}", tile, kind, coords, per_warp, 4, shifts)
+        return add
 
-    def key(name: str, tile: str, kind: str, coords, per_warp: int, shifts=((0, 0),)) -> None:
-        add(f"key: {name}", tile, kind, coords, per_warp, 8, shifts)
-
-    half_rows, all_rows = range(0, tokens, 8), (0, 1, 8, 9)
-    for tile in ("kd", "kr"):
-        value(f"{tile} as B, K contiguous", tile, "lds64", pairs(), 32, grid(half_rows, wide))
-    for tile in ("qd", "kd"):
-        value(f"{tile} as B, tokens strided", tile, "lds32", strided(), 64, grid(all_rows, wide))
-    for tile in ("qd", "kd", "ki"):
-        key(f"{tile} as B, tokens strided", tile, "lds32", strided(), 8, grid(all_rows, wide))
-    for tile in ("ki", "qd", "kr"):
-        key(f"{tile} elementwise", tile, "lds64", pairs(), 4, grid(half_rows, wide))
-
-    blocks = grid((0,), range(0, 128, 16))
-    state_blocks = grid(range(0, 128, 16), range(0, 128, 16))
-    value("do^T as A", "do", "ldmatrix_trans", matrices(), 2, blocks)
-    value("v^T as C", "v", "ldmatrix_trans", matrices(), 2, blocks)
-    value("S^T as A", "states", "ldmatrix", matrices(), 16, state_blocks)
-    value("Mqk as B", "mqk", "ldmatrix_trans", matrices(), 1)
-    value("INV as B", "inv", "ldmatrix_trans", matrices(), 1)
-    value("INV^T as B", "inv", "ldmatrix", matrices(), 1)
-    value("dv store", "dv", "stmatrix_trans", matrices(), 2, blocks)
-    key("do as A", "do", "ldmatrix", matrices(), 8, blocks)
-    key("S^T as B", "states", "ldmatrix_trans", matrices(), 8, state_blocks)
-
-    if plan["dS"].dtype == "f32":
-        by_8 = range(0, 128, 8)
-        v_rows = tuple(r + i for r in by_8 for i in (0, 1))
-        value("dS store", "dS", "sts64", pairs(), 64, grid(by_8, wide))
-        key("dS as B", "dS", "lds32", strided(), 64, grid(v_rows, wide))
-        for tile in ("U", "dvc"):
-            value(f"{tile} store", tile, "sts32", strided(), 16, grid(all_rows, wide))
-            key(f"{tile} as A", tile, "lds64", pairs(), 32, grid(half_rows, wide))
-    else:
-        value("dS store", "dS", "stmatrix", matrices(), 16, state_blocks)
-        key("dS as B", "dS", "ldmatrix_trans", matrices(), 8, state_blocks)
-        for tile in ("U", "dvc"):
-            value(f"{tile} store", tile, "stmatrix_trans", matrices(), 2, blocks)
-            key(f"{tile} as A", tile, "ldmatrix", matrices(), 8, blocks)
-
-    # One key warp makes each 16x16 product, all eight read it back.
-    for tile in ("dM", "dL", "dLb"):
-        add(f"key: {tile} store", tile, "sts64", pairs(), 4, 1, grid(half_rows, (0, 8)))
-    for tile in ("dM", "dLb"):
-        key(f"{tile} as A", tile, "lds64", pairs(), 4, grid(half_rows, (0, 8)))
-        key(f"{tile}^T as A", tile, "lds32", strided(), 8, grid(all_rows, (0, 8)))
+    for role, of_role in (("value", _value), ("key", _key), ("pair", _pair)):
+        of_role(adder(role, 4), plan["dS"].dtype == "f32")
+    _one_pair_warp(adder("one pair warp", 1), plan["dS"].dtype == "f32")
+    adder("producer", 1)("beta store", "beta", "sts32", per_row(), 1, grid((0,), (0, 8)))
     return accesses
+
+
+WIDE = range(0, 128, 8)
+HALVES = (0, 8)
+PAIR_SHIFTS = grid(HALVES, WIDE)  # pairs() over [16, 128]
+STRIDED_SHIFTS = grid((0, 1, 8, 9), WIDE)  # strided() over [16, 128]
+BLOCKS = grid((0,), range(0, 128, 16))  # 16x16 blocks of [16, 128]
+STATE_BLOCKS = grid(range(0, 128, 16), range(0, 128, 16))  # and of [128, 128]
+SMALL_PAIRS = grid(HALVES, HALVES)  # pairs() over [16, 16]
+SMALL_STRIDED = grid((0, 1, 8, 9), HALVES)
+
+
+def _value(add, tf32: bool) -> None:
+    add("do^T as A, twice", "do", "ldmatrix_trans", matrices_across(), 4, BLOCKS)
+    add("Mqk as B", "mqk", "ldmatrix_trans", matrices(), 1)
+    add("kr as B, K contiguous", "kr", "lds64", pairs(), 32, PAIR_SHIFTS)
+    if tf32:
+        add("dS store", "dS", "sts64", pairs(), 64, grid(WIDE, WIDE))
+    else:
+        add("dS store", "dS", "stmatrix", matrices(), 16, STATE_BLOCKS)
+    add("INV as B", "inv", "ldmatrix_trans", matrices(), 1)
+    for tile in ("dvc", "U"):
+        if tf32:
+            add(f"{tile} store", tile, "sts32", strided(), 16, STRIDED_SHIFTS)
+        else:
+            add(f"{tile} store", tile, "stmatrix_trans", matrices_across(), 2, BLOCKS)
+    add("dv store", "dv", "stmatrix_trans", matrices_across(), 2, BLOCKS)
+    add("S^T as A", "states", "ldmatrix", matrices(), 16, STATE_BLOCKS)
+    add("kd as B, K contiguous", "kd", "lds64", pairs(), 32, PAIR_SHIFTS)
+    add("v^T", "v", "ldmatrix_trans", matrices_across(), 2, BLOCKS)
+    add("INV^T as B", "inv", "ldmatrix", matrices_across(), 1)
+    add("beta, three times", "beta", "lds64", per_column(), 6, grid((0,), HALVES))
+    add("dbeta part", "dbeta_part", "sts32", column_sums(), 1, grid(range(4), (0,)))
+    add("exp(gT)", "g_total", "lds64", per_column(), 16, grid((0,), WIDE))
+    for tile in ("qd", "kd"):
+        add(f"{tile} as B, tokens strided", tile, "lds32", strided(), 64, STRIDED_SHIFTS)
+
+
+def _over_v(add, tf32: bool, handed: str) -> None:
+    """Operands of the products over v of a key or pair warp: U or dvc, the state, dS."""
+    if tf32:
+        add(f"{handed} as A", handed, "lds64", pairs(), 32, PAIR_SHIFTS)
+        rows = tuple(r + i for r in WIDE for i in (0, 1))
+        add("dS as B", "dS", "lds32", strided(), 128, grid(rows, WIDE))
+    else:
+        add(f"{handed} as A", handed, "ldmatrix", matrices(), 8, BLOCKS)
+        add("dS as B", "dS", "ldmatrix_trans", matrices(), 16, STATE_BLOCKS)
+    add("S^T as B", "states", "ldmatrix_trans", matrices(), 16, STATE_BLOCKS)
+
+
+def _key(add, tf32: bool) -> None:
+    _over_v(add, tf32, "dvc")
+    add("rowsum_v(dS S) store", "dgT_part", "sts32", column_sums(), 2, BLOCKS)
+    add("dL as A", "dL", "lds64", pairs(), 4, SMALL_PAIRS)
+    for tile in ("dM", "dLb"):
+        add(f"{tile}^T as A", tile, "lds32", strided(), 8, SMALL_STRIDED)
+    for tile in ("kd", "qd", "ki"):
+        add(f"{tile} as B, tokens strided", tile, "lds32", strided(), 16, STRIDED_SHIFTS)
+    add("qd elementwise", "qd", "lds64", pairs(), 8, PAIR_SHIFTS)
+    for tile in ("dM_diag", "beta"):
+        add(tile, tile, "lds32", per_row(), 2, grid((0,), HALVES))
+    for name, tile in (("dkd", "kd"), ("dki", "qd")):
+        add(f"{name} staged", tile, "sts64", pairs(), 8, PAIR_SHIFTS)
+
+
+def _pair(add, tf32: bool) -> None:
+    add("do as A", "do", "ldmatrix", matrices(), 8, BLOCKS)
+    _over_v(add, tf32, "U")
+    add("dv", "dv", "lds128", vectors_of_8(), 2, grid(range(0, 16, 2), (0,)))
+    add("dM as A", "dM", "lds64", pairs(), 4, SMALL_PAIRS)
+    add("ki as B, tokens strided", "ki", "lds32", strided(), 16, STRIDED_SHIFTS)
+    add("dM_diag", "dM_diag", "lds32", per_row(), 2, grid((0,), HALVES))
+    for tile in ("ki", "kr"):
+        add(f"{tile} elementwise", tile, "lds64", pairs(), 8, PAIR_SHIFTS)
+    for name, tile in (("exp(gT)", "g_total"), ("rowsum_v(dS S)", "dgT_part")):
+        add(name, tile, "lds32", column_sums(), 2, BLOCKS)
+    for name, tile in (("dkr", "kr"), ("dqd", "ki")):
+        add(f"{name} staged", tile, "sts64", pairs(), 8, PAIR_SHIFTS)
+
+
+def _one_pair_warp(add, tf32: bool) -> None:
+    """dM = tril(do U^T), dL = -tril(dvc U^T, -1) and kd ki^T, each by one warp."""
+    add("do as A", "do", "ldmatrix", matrices(), 8, BLOCKS)
+    if tf32:
+        add("dvc as A", "dvc", "lds64", pairs(), 32, PAIR_SHIFTS)
+        add("U as B, for dM and dL", "U", "lds64", pairs(), 2 * 32, PAIR_SHIFTS)
+    else:
+        add("dvc as A", "dvc", "ldmatrix", matrices(), 8, BLOCKS)
+        add("U as B, for dM and dL", "U", "ldmatrix", matrices_across(), 2 * 8, BLOCKS)
+    for tile in ("dM", "dL", "dLb"):
+        # Element by element in the kernel; the compiler joins half of the pairs.
+        add(f"{tile} store, pairs", tile, "sts64", pairs(), 2, SMALL_PAIRS)
+        add(f"{tile} store, single", tile, "sts32", pairs(), 4, grid(HALVES, (0, 1, 8, 9)))
+    add("beta", "beta", "lds32", per_row(), 6, grid((0,), HALVES))
+    add("kd as A", "kd", "lds64", pairs(), 32, PAIR_SHIFTS)
+    add("ki as B", "ki", "lds64", pairs(), 32, PAIR_SHIFTS)
+    tokens = tuple((0, lane % 16) for lane in range(WARP))
+    add("dbeta parts", "dbeta_part", "lds32", tokens, 4, grid(range(4), (0,)))
+    add("dL elementwise", "dL", "lds64", pairs(), 4, SMALL_PAIRS)
 
 
 @dataclass(frozen=True)
@@ -221,7 +320,7 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {
     "bwd_recurrence": Kernel(
         accesses=bwd_recurrence_accesses,
-        copied=tuple("kd qd kr ki do v inv mqk g_total states dv".split()),
+        copied=tuple("kd qd kr ki do v inv mqk g_total states".split()),
     ),
 }
 
@@ -242,7 +341,7 @@ def audit(plan: Plan, kernel: str | None = None) -> list[AuditRow]:
     """Bank conflicts of every access of a kernel, in the order of the kernel's roles."""
     rows = []
     for access in accesses(plan, kernel):
-        ideal, per_shift = ideal_wavefronts(access.kind), _per_shift(access)
+        ideal, per_shift = ideal_wavefronts(access), _per_shift(access)
         extra = access.count * (sum(per_shift) - ideal * len(per_shift)) / len(per_shift)
         rows.append(
             AuditRow(

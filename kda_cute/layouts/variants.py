@@ -30,21 +30,24 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
 
     `wide` is the layout of the fp32 tiles of 128 columns.
 
-    Three roles work on different chunks at the same time: the producer warp (load), the value
-    warps (solve, publish) and the key warps (contract, mix). So whatever is prefetched or crosses
-    roles is live in every step; only tiles that the key warps keep to themselves, and refill in
-    each chunk, have a shorter life.
+    The roles are a producer and a store warp, which copy, and value, key and pair warps. A chunk's
+    steps are load (producer), solve (value: dvc and U), contract (key, pair: products over v), mix
+    (key, pair: products over tokens; the outputs are staged in the bytes of kd, qd, kr and ki) and
+    store (copies out of those bytes). The roles work on different chunks at the same time. So
+    whatever is prefetched, stored or crosses between value warps and others is live in every step;
+    only the small matrices that key and pair warps make and read have a shorter life. They have two
+    stages because those warps, too, are up to a chunk apart.
     """
     tf32 = precision == "tf32"
     stages = 2 if tf32 else 3
     swizzle, dense, square = Swizzle128(), Dense(), GroupPadded(4, 24, 104)
 
     def operand(name: str, rows: int) -> Tile:
-        """What the value warps publish for the key warps, in the precision of their MMAs."""
+        """What the value warps hand to key and pair warps, in the precision of their MMAs."""
         dtype, layout = ("f32", wide) if tf32 else ("bf16", swizzle)
         return Tile(name, (rows, 128), dtype, layout)
 
-    def key_only(name: str, shape: tuple[int, int], layout: Layout) -> Tile:
+    def small(name: str, shape: tuple[int, int], layout: Layout) -> Tile:
         return Tile(name, shape, "f32", layout, stages=2, first="contract", last="mix")
 
     return [
@@ -60,16 +63,16 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
         Tile("dv", (16, 128), "bf16", swizzle),
         Tile("dgT_part", (1, 128), "f32", dense, stages=2),
         Tile("dbeta_part", (4, 16), "f32", dense, stages=2),
-        *(key_only(name, (16, 16), square) for name in ("dM", "dL", "dLb")),
-        key_only("dM_diag", (1, 16), dense),
+        *(small(name, (16, 16), square) for name in ("dM", "dL", "dLb")),
+        small("dM_diag", (1, 16), dense),
         Tile("barriers", (1, 32), "i64", dense),
     ]
 
 
 BWD_RECURRENCE = Family(
-    steps=("load", "solve", "publish", "contract", "mix"),
+    steps=("load", "solve", "contract", "mix", "store"),
     tiles=bwd_recurrence_tiles,
-    layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136), "dense": Dense()},
+    layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136)},
     precisions=("tf32", "bf16"),
 )
 

@@ -8,20 +8,21 @@ Per (sequence, head), from the last chunk to the first, with dS the gradient of 
     dgT = exp(gT) rowsum_v(dS S) + colsum(dkr kr)        dbeta = rowsum(dvc (v - kd S)) + rowsum(dL kd ki^T)
     dS <- exp(gT) dS + qd^T do - kd^T (b dvc)
 
-One CTA walks one (sequence, head).  The recurrence acts on each column v of dS alone, and every product that it needs
-contracts over tokens or over K.  So the value warps hold dS^T in registers, some rows v and all K each, as accumulators; they
-are their own operands, and the serial chain dS -> dU -> dvc -> dS crosses neither a barrier nor shared memory.  Products that
-contract over v go to the key warps, some columns k each, one chunk behind.
+One CTA walks one (sequence, head).  The recurrence acts on each column v of dS alone, and every product that it
+needs contracts over tokens or over K.  So the value warps hold dS^T in registers, 32 rows v and all K each, as
+accumulators; they are their own operands, and the serial chain dS -> dU -> dvc -> dS crosses neither a barrier nor
+shared memory.  Products that contract over v go to key and pair warps, 32 columns k each, most of a chunk behind.
 
-    role          warps   registers   work of a chunk                                   MMA steps (m16n8k16) of the role
-    value         0-7     144         dU, dvc, kd S, U; dS, U, dvc to shared memory;    560
-                                      part of dbeta; dS update
-    key           8-11    184         dkr, do S^T, dvc S^T, dM, dL, kd ki^T; dqd dki    496
-                                      dkd; dgT, dbeta, dv; all outputs
-    producer      12      40          TMA and bulk copies of the next chunk, sigmoid
+    role      warps   registers   work of a chunk                                      MMA steps (m16n8k16)
+    value     0-3     248         dU, dvc, kd S, U; dS, U, dvc to shared memory; dS    560
+    key       4-7     112         dvc S^T, rowsum_v(dS S); dkd, dki                    176
+    pair      8-11    112         do S^T, U dS^T, dM, dL, kd ki^T; dqd, dkr, dgT,      320
+                                  dbeta, dv
+    copy      12, 13  40          producer: TMA and bulk copies in, sigmoid(beta);
+                                  store: bulk copies out
 
-    barrier       full -> empty: tiles of a stage            states_full -> states_empty: the state tile
-                  hand_full -> hand_empty: what the value warps make for the key warps
+The tiles of a chunk have two (tf32) or three (bf16) stages; the state tile, the dS copy, U and dvc have one.  Outputs
+are staged in the bytes of tiles that are no longer read.  Barriers: `schedule.Bar`.
 
 Rows past a sequence's end exist in its last chunk only, the first one walked: its tiles are zeroed in shared memory once, and
 everything after that is a full chunk.  The diagonal of dM multiplies unrounded fp32 values outside the tensor cores, so that
@@ -106,19 +107,19 @@ class BwdRecurrence:
         cute.arch.sync_threads()
         # Each role finds its sequence: a value shared by three register budgets would be spilled.
         if warp >= CONSUMER_WARPS:
-            cute.arch.setmaxregister_decrease(Registers.COPY)
+            cute.arch.setmaxregister_decrease(Registers().copy)
             if warp == PRODUCER_WARP:
                 self.producer.run(m, self.find_sequence(m), base, bars, tma_do, tma_v, tma_s)
             if warp == STORE_WARP:
                 self.store.run(m, self.find_sequence(m), base, bars)
         elif warp >= PAIR:
-            cute.arch.setmaxregister_decrease(Registers.PAIR)
+            cute.arch.setmaxregister_decrease(Registers().pair)
             self.pair.run(m, self.consumer_walk(m, base, bars), base, bars, warp - PAIR)
         elif warp >= KEY:
-            cute.arch.setmaxregister_decrease(Registers.KEY)
+            cute.arch.setmaxregister_decrease(Registers().key)
             self.key.run(self.consumer_walk(m, base, bars), base, bars, warp - KEY)
         else:
-            cute.arch.setmaxregister_increase(Registers.VALUE)
+            cute.arch.setmaxregister_increase(Registers().value)
             self.value.run(m, self.consumer_walk(m, base, bars), base, bars, warp)
 
     def init_barriers(self, bars):
@@ -133,8 +134,11 @@ class BwdRecurrence:
             cute.arch.mbarrier_init(bars + Bar.DVC_FULL, WARPS)
             cute.arch.mbarrier_init(bars + Bar.U_FULL, WARPS)
             cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, 2 * WARPS)
-            cute.arch.mbarrier_init(bars + Bar.KEY_DONE, WARPS)
-            cute.arch.mbarrier_init(bars + Bar.SMALL_FULL, 3)  # the warps of dM, dL, kd ki^T
+            for s in range(2):
+                cute.arch.mbarrier_init(
+                    bars + Bar.SMALL_FULL + s, 3
+                )  # the warps of dM, dL, kd ki^T
+                cute.arch.mbarrier_init(bars + Bar.KEY_DONE + s, WARPS)
 
     @cute.jit
     def consumer_walk(self, m: Gmem, base, bars):
@@ -201,7 +205,9 @@ def trace(config: Config):
 
     def fake(dtype, *shape, align=16):
         order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+        return cute.runtime.make_fake_compact_tensor(
+            dtype, shape, stride_order=order, assumed_align=align
+        )
 
     types = {"bf16": BFloat16, "f32": Float32}
     wide = lambda: fake(Float32, H, tiles, C, D)  # noqa: E731

@@ -1,13 +1,12 @@
-"""Key warps: dkd and dki, dM and dL, and the part of dgT that contracts over v.
+"""Key warps: dkd and dki, and the part of dgT that contracts over v.
 
-Warp w owns columns k = 32 w .. of the outputs; one warp makes dM, one dL.
+Warp w owns columns k = 32 w .. of the outputs.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import (
     block_a,
     block_b,
@@ -21,7 +20,7 @@ from ...device.warp_mma import (
     unpack_bf16,
 )
 from .operands import N, Operands
-from .schedule import DL_WARP, DM_WARP, K_BLOCKS, Bar, Slot, Walk
+from .schedule import K_BLOCKS, Bar, Slot, Walk
 
 
 class KeyRole(Operands):
@@ -31,25 +30,16 @@ class KeyRole(Operands):
     def run(self, walk: Walk, base, bars, warp: Int32):
         lane = cute.arch.lane_idx()
         for it in cutlass.range(walk.tiles, unroll=1):
-            slot = Slot(it % self.stages, it // self.stages & 1, it & 1)
+            slot = Slot(it % self.stages, it // self.stages & 1, it & 1, it // 2 & 1)
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             dkd, sums = self.contract_states(base, warp, lane)
-            self.arrive(bars + Bar.STATES_EMPTY)
+            self.arrive(bars + Bar.HAND_EMPTY, bars + Bar.STATES_EMPTY)
             self.publish_sums(sums, base, slot, warp, lane)
-            if warp == DM_WARP:
-                cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
-                self.make_dM(base, slot, lane)
-                self.arrive(bars + Bar.SMALL_FULL)
-            if warp == DL_WARP:
-                cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
-                self.make_dL(base, slot, lane)
-                self.arrive(bars + Bar.SMALL_FULL)
-            self.arrive(bars + Bar.HAND_EMPTY)
-            cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL, it & 1)
+            cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL + slot.small, slot.lap)
             dki = self.mix(dkd, base, slot, warp, lane)
-            self.arrive(bars + Bar.KEY_DONE)
+            self.arrive(bars + Bar.KEY_DONE + slot.small)
             cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, slot.turn)
             self.stage_output("dkd", dkd, base, slot, warp, lane)
             self.stage_output("dki", dki, base, slot, warp, lane)
@@ -83,7 +73,9 @@ class KeyRole(Operands):
         """(kb, j) -> 8 values of dS^T (rounded as an operand): two B operands, k = v 16 kb .., n = columns 16 j .."""
         if self.tf32:
             view = pairs_along_rows(self.plan["dS"].view(base), lane)
-            return lambda kb, j: sum((block_b(view, N * warp + 2 * j + n, 2 * kb, True) for n in range(2)), [])
+            return lambda kb, j: sum(
+                (block_b(view, N * warp + 2 * j + n, 2 * kb, True) for n in range(2)), []
+            )
         rows = self.state_columns("dS", base, warp, lane)
         return lambda kb, j: unpack_bf16(rows.load(16 * kb, 2 * j, transpose=True))
 
@@ -95,70 +87,15 @@ class KeyRole(Operands):
             both = gather_columns(total[2 * j], total[2 * j + 1], lane)
             store_column_sums(line, both, 0, 8 * N * warp + 16 * j, lane)
 
-    # ------------------------------------------------------------ small matrices
-    def make_dM(self, base, slot, lane):
-        """dM = tril(do U^T): the strictly lower part for products, the diagonal apart."""
-        acc = self.times_u(self.do_operand(base, slot, lane), base, lane)
-        self.store_dM(acc, base, slot, lane)
-
-    def make_dL(self, base, slot, lane):
-        """dL = -tril(dvc U^T, -1), and b dL."""
-        acc = self.times_u(self.handed_operand("dvc", base, lane), base, lane)
-        self.store_dL(acc, base, slot, lane)
-
-    @cute.jit
-    def times_u(self, a, base, lane: Int32):
-        """A U^T."""
-        acc = self.mma.accumulators(1, 2)
-        u = self.u_columns(base, lane)
-        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
-            self.times_u_step(acc, a, u, kb)
-        return acc
-
-    def times_u_step(self, acc, a, u, kb):
-        left = a(kb)
-        for n, right in enumerate(u(kb)):
-            self.mma.step(acc, 0, n, left, right)
-
-    def u_columns(self, base, lane):
-        """kb -> two B operands: k = v 16 kb .., n = tokens, of U."""
-        if self.tf32:
-            view = pairs_along_columns(self.plan["U"].view(base), lane)
-            return lambda kb: [self.mma.exact_b(block_b(view, n, 2 * kb, False)) for n in range(2)]
-        rows = MatrixRows(self.plan["U"], base, 0, *LaneRows(lane).columns_first())
-        return lambda kb: self.mma.b_pair_from_ldmatrix(rows.load(chunk_step=2 * kb))
-
-    @cute.jit
-    def store_dM(self, acc, base, slot: Slot, lane: Int32):
-        sM, sDiagonal = (self.plan[n].view(base, slot.small) for n in ("dM", "dM_diag"))
-        for n in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    i, j = lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + e
-                    x = acc[(e, half), 0, n]
-                    sM[i, j] = x if j < i else Float32(0)
-                    if i == j:
-                        sDiagonal[0, i] = x
-
-    @cute.jit
-    def store_dL(self, acc, base, slot: Slot, lane: Int32):
-        sL, sLb = (self.plan[n].view(base, slot.small) for n in ("dL", "dLb"))
-        b = self.plan["beta"].view(base, slot.stage)
-        for n in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    i, j = lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + e
-                    x = -acc[(e, half), 0, n] if j < i else Float32(0)
-                    sL[i, j] = x
-                    sLb[i, j] = x * b[0, i]
-
-    # ------------------------------------------------------------ products over tokens
     def mix(self, dkd, base, slot, warp, lane):
         """dkd = b (dkd + dL ki), dki = dM^T qd + (b dL)^T kd; the diagonal of dM in fp32."""
         p, mma = self.plan, self.mma
-        a_l = mma.operand_a(block_a(pairs_along_columns(p["dL"].view(base, slot.small), lane), 0, 0))
+        a_l = mma.operand_a(
+            block_a(pairs_along_columns(p["dL"].view(base, slot.small), lane), 0, 0)
+        )
         a_mt, a_lt = (
-            mma.operand_a(transposed_a(pairs_along_rows(p[n].view(base, slot.small), lane))) for n in ("dM", "dLb")
+            mma.operand_a(transposed_a(pairs_along_rows(p[n].view(base, slot.small), lane)))
+            for n in ("dM", "dLb")
         )
         rows = [pairs_along_rows(p[n].view(base, slot.stage), lane) for n in ("kd", "qd", "ki")]
         dki = mma.accumulators(1, N)

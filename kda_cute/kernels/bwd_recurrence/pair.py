@@ -1,12 +1,13 @@
-"""Pair warps: dqd and dkr, kd ki^T, and the gradients of beta and of the chunk's decay.
+"""Pair warps: the small matrices dM, dL and kd ki^T, dqd and dkr, and the gradients of beta and of the chunk's decay.
 
-Warp w owns columns k = 32 w .. of dqd, dkr and dgT; one warp makes kd ki^T and dbeta.
+Warp w owns columns k = 32 w .. of dqd, dkr and dgT; dM, dL and kd ki^T are made by one warp each.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
+from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import (
     block_a,
     block_b,
@@ -19,6 +20,8 @@ from ...device.warp_mma import (
 )
 from .operands import N, Operands
 from .schedule import (
+    DL_WARP,
+    DM_WARP,
     GRAM_WARP,
     K_BLOCKS,
     PAIR,
@@ -40,36 +43,46 @@ class PairRole(Operands):
         for it in cutlass.range(walk.tiles, unroll=1):
             t = walk.tiles - 1 - it
             rows = walk.tail if it == 0 else Int32(C)
-            slot = Slot(it % self.stages, it // self.stages & 1, it & 1)
+            slot = Slot(it % self.stages, it // self.stages & 1, it & 1, it // 2 & 1)
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             F = self.mma.accumulators(1, 2)
             if warp == GRAM_WARP:
                 self.gram(F, base, slot, lane)
-                self.arrive(bars + Bar.SMALL_FULL)
+                self.arrive(bars + Bar.SMALL_FULL + slot.small)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             dqd = self.do_states(base, slot, warp, lane)
             self.arrive(bars + Bar.STATES_EMPTY)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             self.store_dv(m, base, walk.token + t * C, walk.h, rows)
             cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
+            if warp == DM_WARP:
+                self.make_dM(base, slot, lane)
+                self.arrive(bars + Bar.SMALL_FULL + slot.small)
+            if warp == DL_WARP:
+                self.make_dL(base, slot, lane)
+                self.arrive(bars + Bar.SMALL_FULL + slot.small)
             dkr = self.u_dS(base, warp, lane)
             self.arrive(bars + Bar.HAND_EMPTY)
             tile = Int64(walk.tile + t)
-            cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL, it & 1)
+            cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL + slot.small, slot.lap)
             if warp == GRAM_WARP:
                 self.store_dbeta(m.dbeta, F, base, slot, walk.h, tile, lane)
             self.mix(dqd, base, slot, warp, lane)
-            cute.arch.mbarrier_wait(bars + Bar.KEY_DONE, it & 1)
+            cute.arch.mbarrier_wait(bars + Bar.KEY_DONE + slot.small, slot.lap)
             self.store_dgT(m.dgT, dkr, base, slot, walk.h, tile, warp, lane)
             cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, slot.turn)
             self.stage_output("dkr", dkr, base, slot, warp, lane)
             self.stage_output("dqd", dqd, base, slot, warp, lane)
             self.arrive_stored(bars, slot)
 
+    # ------------------------------------------------------------ small matrices
     @cute.jit
     def gram(self, F, base, slot: Slot, lane: Int32):
         """F = kd ki^T."""
-        kd, ki = (pairs_along_columns(self.plan[name].view(base, slot.stage), lane) for name in ("kd", "ki"))
+        kd, ki = (
+            pairs_along_columns(self.plan[name].view(base, slot.stage), lane)
+            for name in ("kd", "ki")
+        )
         for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.gram_step(F, kd, ki, kb)
 
@@ -78,12 +91,71 @@ class PairRole(Operands):
         for n in range(2):
             self.mma.step(F, 0, n, a, self.mma.operand_b(block_b(ki, n, 2 * kb, False)))
 
+    def make_dM(self, base, slot, lane):
+        """dM = tril(do U^T): the strictly lower part for products, the diagonal apart."""
+        acc = self.times_u(self.do_operand(base, slot, lane), base, lane)
+        self.store_dM(acc, base, slot, lane)
+
+    def make_dL(self, base, slot, lane):
+        """dL = -tril(dvc U^T, -1), and b dL."""
+        acc = self.times_u(self.handed_operand("dvc", base, lane), base, lane)
+        self.store_dL(acc, base, slot, lane)
+
+    @cute.jit
+    def times_u(self, a, base, lane: Int32):
+        """A U^T."""
+        acc = self.mma.accumulators(1, 2)
+        u = self.u_columns(base, lane)
+        for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
+            self.times_u_step(acc, a, u, kb)
+        return acc
+
+    def times_u_step(self, acc, a, u, kb):
+        left = a(kb)
+        for n, right in enumerate(u(kb)):
+            self.mma.step(acc, 0, n, left, right)
+
+    def u_columns(self, base, lane):
+        """kb -> two B operands: k = v 16 kb .., n = tokens, of U."""
+        if self.tf32:
+            view = pairs_along_columns(self.plan["U"].view(base), lane)
+            return lambda kb: [self.mma.exact_b(block_b(view, n, 2 * kb, False)) for n in range(2)]
+        rows = MatrixRows(self.plan["U"], base, 0, *LaneRows(lane).columns_first())
+        return lambda kb: self.mma.b_pair_from_ldmatrix(rows.load(chunk_step=2 * kb))
+
+    @cute.jit
+    def store_dM(self, acc, base, slot: Slot, lane: Int32):
+        sM, sDiagonal = (self.plan[n].view(base, slot.small) for n in ("dM", "dM_diag"))
+        for n in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    i, j = lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + e
+                    x = acc[(e, half), 0, n]
+                    sM[i, j] = x if j < i else Float32(0)
+                    if i == j:
+                        sDiagonal[0, i] = x
+
+    @cute.jit
+    def store_dL(self, acc, base, slot: Slot, lane: Int32):
+        sL, sLb = (self.plan[n].view(base, slot.small) for n in ("dL", "dLb"))
+        b = self.plan["beta"].view(base, slot.stage)
+        for n in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    i, j = lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + e
+                    x = -acc[(e, half), 0, n] if j < i else Float32(0)
+                    sL[i, j] = x
+                    sLb[i, j] = x * b[0, i]
+
     # ------------------------------------------------------------ products over v
     @cute.jit
     def do_states(self, base, slot: Slot, warp: Int32, lane: Int32):
         """dqd = do S^T, so far."""
         dqd = self.mma.accumulators(1, N)
-        do, states = self.do_operand(base, slot, lane), self.state_columns("states", base, warp, lane)
+        do, states = (
+            self.do_operand(base, slot, lane),
+            self.state_columns("states", base, warp, lane),
+        )
         for kb in cutlass.range(K_BLOCKS, unroll=self.config.unroll):
             self.do_states_step(dqd, do, states, kb)
         return dqd
@@ -91,7 +163,9 @@ class PairRole(Operands):
     def do_states_step(self, dqd, do, states, kb):
         a = do(kb)
         for j in range(N // 2):
-            for n, b in enumerate(self.mma.b_pair_from_ldmatrix(states.load(16 * kb, 2 * j, transpose=True))):
+            for n, b in enumerate(
+                self.mma.b_pair_from_ldmatrix(states.load(16 * kb, 2 * j, transpose=True))
+            ):
                 self.mma.step(dqd, 0, 2 * j + n, a, b)
 
     @cute.jit
@@ -112,16 +186,24 @@ class PairRole(Operands):
         """kb -> N B operands: k = v 16 kb .., n = columns of dS^T."""
         if self.tf32:
             view = pairs_along_rows(self.plan["dS"].view(base), lane)
-            return lambda kb: [self.mma.exact_b(block_b(view, N * warp + n, 2 * kb, True)) for n in range(N)]
+            return lambda kb: [
+                self.mma.exact_b(block_b(view, N * warp + n, 2 * kb, True)) for n in range(N)
+            ]
         rows = self.state_columns("dS", base, warp, lane)
-        load = lambda kb, j: self.mma.b_pair_from_ldmatrix(rows.load(16 * kb, 2 * j, transpose=True))  # noqa: E731
+
+        def load(kb, j):
+            return self.mma.b_pair_from_ldmatrix(rows.load(16 * kb, 2 * j, transpose=True))
+
         return lambda kb: [b for j in range(N // 2) for b in load(kb, j)]
 
     def mix(self, dqd, base, slot, warp, lane):
         """dqd += dM ki; the diagonal of dM in fp32."""
         p, mma = self.plan, self.mma
         a = mma.operand_a(block_a(pairs_along_columns(p["dM"].view(base, slot.small), lane), 0, 0))
-        rows, columns = (view(p["ki"].view(base, slot.stage), lane) for view in (pairs_along_rows, pairs_along_columns))
+        rows, columns = (
+            view(p["ki"].view(base, slot.stage), lane)
+            for view in (pairs_along_rows, pairs_along_columns)
+        )
         for n in range(N):
             mma.step(dqd, 0, n, a, mma.operand_b(block_b(rows, N * warp + n, 0, True)))
         diagonal = p["dM_diag"].view(base, slot.small)
@@ -144,7 +226,9 @@ class PairRole(Operands):
                 src = cute.local_tile(self.plan["dv"].view(base), (1, 8), (row, col))[0, None]
                 values = cute.make_rmem_tensor((8,), BFloat16)
                 cute.autovec_copy(src, values)
-                cute.autovec_copy(values, cute.local_tile(m.dv[Int64(token + row), h, None], (8,), (col,)))
+                cute.autovec_copy(
+                    values, cute.local_tile(m.dv[Int64(token + row), h, None], (8,), (col,))
+                )
 
     @cute.jit
     def store_dbeta(
@@ -168,10 +252,21 @@ class PairRole(Operands):
 
     @cute.jit
     def store_dgT(
-        self, mDgT: cute.Tensor, dkr, base, slot: Slot, h: Int32, tile: Int64, warp: Int32, lane: Int32
+        self,
+        mDgT: cute.Tensor,
+        dkr,
+        base,
+        slot: Slot,
+        h: Int32,
+        tile: Int64,
+        warp: Int32,
+        lane: Int32,
     ):
         """dgT = exp(gT) rowsum_v(dS S) + colsum(dkr kr)."""
-        eg, over_v = self.plan["g_total"].view(base, slot.stage), self.plan["dgT_part"].view(base, slot.small)
+        eg, over_v = (
+            self.plan["g_total"].view(base, slot.stage),
+            self.plan["dgT_part"].view(base, slot.small),
+        )
         over_tokens = self.columns_times_kr(dkr, base, slot, warp, lane)
         if (lane & 4) == 0:
             for j in cutlass.range_constexpr(N // 2):

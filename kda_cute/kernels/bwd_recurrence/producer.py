@@ -37,7 +37,9 @@ class ProducerRole:
         f32_row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         bf16_row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), BFloat16)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * C * D * 4 + 2 * C * D * 2 + 2 * C * C * 2 + D * 4)
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                full, 4 * C * D * 4 + 2 * C * D * 2 + 2 * C * C * 2 + D * 4
+            )
         copy_tokens(tma_do, p["do"].view(base, s), token, h, full)
         copy_tokens(tma_v, p["v"].view(base, s), token, h, full)
         with cute.arch.elect_one():
@@ -48,8 +50,18 @@ class ProducerRole:
             for src, name in ((m.inv, "inv"), (m.mqk, "mqk")):
                 flat = cute.make_layout(C * C)
                 row = cute.make_tensor(src[h, tile, None, None].iterator, flat)
-                cute.copy(bf16_row, row, cute.make_tensor(p[name].view(base, s).iterator, flat), mbar_ptr=full)
-            cute.copy(f32_row, m.g_total[h, tile, None], p["g_total"].view(base, s)[0, None], mbar_ptr=full)
+                cute.copy(
+                    bf16_row,
+                    row,
+                    cute.make_tensor(p[name].view(base, s).iterator, flat),
+                    mbar_ptr=full,
+                )
+            cute.copy(
+                f32_row,
+                m.g_total[h, tile, None],
+                p["g_total"].view(base, s)[0, None],
+                mbar_ptr=full,
+            )
 
     @cute.jit
     def write_beta(self, m: Gmem, walk: Walk, base, s: Int32, t: Int32):
@@ -105,7 +117,9 @@ def sigmoid(x):
 
 def copy_tokens(tma, tile, token, h, bar):
     """16 rows from `token` on, of head h, to a tile."""
-    rows = cute.local_tile(cute.domain_offset((token, 0), tma.tensor[None, None, h]), (C, D), (0, 0))
+    rows = cute.local_tile(
+        cute.domain_offset((token, 0), tma.tensor[None, None, h]), (C, D), (0, 0)
+    )
     copy_tile(tma.atom, rows, tile, bar)
 
 

@@ -13,14 +13,14 @@ WARPS = 4  # in each role that computes: a warpgroup, so that it has its own reg
 VALUE, KEY, PAIR = 0, 4, 8  # first warps of those roles
 CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13
 THREADS = 512  # warps 14 and 15 only complete a warpgroup
-DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 0  # two key warps and a pair warp that make a small matrix
+DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 2  # pair warps with a small matrix to make
 
 
 @dataclass(frozen=True)
 class Config:
     """precision "tf32" or "bf16"; layout: a plan's name; beta "bf16" or "f32"; state_grad those or "none".
 
-    unroll: of loops over K_BLOCKS whose accumulators stay; more instructions miss the instruction cache more often.
+    unroll: of loops over K_BLOCKS whose accumulators stay; longer code misses the instruction cache more often.
     """
 
     precision: str = "tf32"
@@ -31,13 +31,13 @@ class Config:
     unroll: int = 2
 
 
-class Registers(enum.IntEnum):
-    """Registers per thread of each role: 128 on average over the four warpgroups."""
+class Registers(NamedTuple):
+    """Registers per thread of each role's warpgroup; together what four warpgroups of 128 start with."""
 
-    VALUE = 248
-    KEY = 112
-    PAIR = 112
-    COPY = 40
+    value: int = 248
+    key: int = 112
+    pair: int = 112
+    copy: int = 40
 
 
 class Bar(enum.IntEnum):
@@ -50,10 +50,11 @@ class Bar(enum.IntEnum):
     STATES_FULL = 12  # producer -> value, key, pair: the state on entering the chunk
     STATES_EMPTY = 13
     DVC_FULL = 14  # value -> key, pair: dS, dvc, dv
-    U_FULL = 15  # value -> key, pair: U, parts of dbeta
+    U_FULL = 15  # value -> pair: U, parts of dbeta
     HAND_EMPTY = 16  # key, pair -> value, for both
-    SMALL_FULL = 17  # key, pair -> both: dM and dL are there, and kd, ki are no longer needed whole
-    KEY_DONE = 18  # key -> pair: ki was read, rowsum_v(dS S) is there
+    # One for even and one for odd chunks: a warp may reach its wait after others went on to the next chunk.
+    SMALL_FULL = 17  # pair -> key, pair: dM, dL; and kd, ki are no longer needed whole
+    KEY_DONE = 19  # key -> pair: ki was read, rowsum_v(dS S) is there
 
 
 # Outputs leave through the bytes of tiles that only their own role still reads; ki alone is read by both.
@@ -138,8 +139,9 @@ class Walk(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Buffers of one chunk: stage of its tiles, the parity of that stage's barriers, and the half of the small tiles."""
+    """Buffers of a chunk and the parities of their barriers: the stage of its tiles, the half of the small tiles."""
 
     stage: Int32
     turn: Int32
     small: Int32
+    lap: Int32

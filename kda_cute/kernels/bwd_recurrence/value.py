@@ -41,7 +41,7 @@ class ValueRole:
         if const_expr(self.config.state_grad != "none"):
             self.load_state_grad(m.dfinal[walk.n, walk.h, None, None], X, warp, lane)
         for it in cutlass.range(walk.tiles, unroll=1):
-            slot = Slot(it % self.stages, it // self.stages & 1, it & 1)
+            slot = Slot(it % self.stages, it // self.stages & 1, it & 1, it // 2 & 1)
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             # The state comes late, for its only buffer was in use: let the key warps start without U.
             cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
@@ -103,7 +103,10 @@ class ValueRole:
     def do_operands(self, base, slot, warp, lane):
         """A operands do^T, for each 16 rows of v."""
         do = self.columns("do", base, slot.stage, warp, lane)
-        return [self.mma.a_from_ldmatrix(do.load(chunk_step=2 * i, transpose=True)) for i in range(self.M)]
+        return [
+            self.mma.a_from_ldmatrix(do.load(chunk_step=2 * i, transpose=True))
+            for i in range(self.M)
+        ]
 
     def make_dvc(self, X, base, slot, warp, lane):
         """dU^T = do^T Mqk + dS^T kr^T, dvc^T = dU^T INV.  Returns the accumulators of dvc^T.
@@ -113,7 +116,10 @@ class ValueRole:
         p, mma = self.plan, self.mma
         kr = pairs_along_columns(p["kr"].view(base, slot.stage), lane)
         do_t = self.do_operands(base, slot, warp, lane)
-        mqk, inv = (MatrixRows(p[name], base, slot.stage, *LaneRows(lane).rows_first()) for name in ("mqk", "inv"))
+        mqk, inv = (
+            MatrixRows(p[name], base, slot.stage, *LaneRows(lane).rows_first())
+            for name in ("mqk", "inv")
+        )
         b_mqk = mma.b_pair_from_ldmatrix(mqk.load(transpose=True))
         dU = mma.accumulators(self.M, 2)
         for i in range(self.M):
@@ -208,7 +214,9 @@ class ValueRole:
         self.publish_columns("dvc", dvc, base, warp, lane)
         dv, b = self.columns("dv", base, 0, warp, lane), self.betas(base, slot, lane)
         for i in range(self.M):
-            dv.store(packed_bf16(scaled(block_values(dvc, i, 0), b)), chunk_step=2 * i, transpose=True)
+            dv.store(
+                packed_bf16(scaled(block_values(dvc, i, 0), b)), chunk_step=2 * i, transpose=True
+            )
 
     def publish_dbeta(self, dvc, vs, base, slot, warp, lane):
         """This warp's part of rowsum_v(dvc (v - kd S))."""
@@ -226,7 +234,9 @@ class ValueRole:
         eg = pairs_along_columns(p["g_total"].view(base, slot.stage), lane % 4)
         qd, kd = (pairs_along_rows(p[name].view(base, slot.stage), lane) for name in ("qd", "kd"))
         do_t, b = self.do_operands(base, slot, warp, lane), self.betas(base, slot, lane)
-        minus = [mma.operand_a([-x for x in scaled(block_values(dvc, i, 0), b)]) for i in range(self.M)]
+        minus = [
+            mma.operand_a([-x for x in scaled(block_values(dvc, i, 0), b)]) for i in range(self.M)
+        ]
         for n in range(2 * K_BLOCKS):
             scale = load_pair(eg, 0, n)
             b_qd = mma.operand_b(block_b(qd, n, 0, True))
