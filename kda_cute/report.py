@@ -33,10 +33,11 @@ from .layouts.plan import SMEM_PER_CTA, format_table
 REGISTERS_AT_LAUNCH, WARPGROUPS = 128, 4
 
 # m16n8k16 steps of a chunk's products: seven [16,128] x [128,128]-sized ones of 128, seven of [16,16] x [16,128] and
-# three of [16,128] x [128,16] of 16 each.  In tf32 a step is two instructions, m16n8k8.
+# three of [16,128] x [128,16] of 16 each. In tf32 a step is two instructions, m16n8k8; in bf16 one, but two for the four
+# products over tokens that take kd, qd or ki, as hi + lo.
 MMA_STEPS = 7 * 128 + 7 * 16 + 3 * 16
+MMA_IMPLIED = {"tf32": 2 * MMA_STEPS, "bf16": MMA_STEPS + 4 * 16}
 MMA_OPCODES = {"tf32": "HMMA.1688.F32.TF32", "bf16": "HMMA.16816.F32.BF16"}
-MMA_PER_STEP = {"tf32": 2, "bf16": 1}
 
 # fp32 multiply-adds are left for scaling, the diagonal of dM and a few sums.  One product moved off the tensor cores
 # would add a thousand.
@@ -63,7 +64,7 @@ class Measured(NamedTuple):
     @property
     def mma_implied(self) -> int:
         """Tensor-core instructions that a chunk's mathematics takes."""
-        return MMA_STEPS * MMA_PER_STEP[self.config.precision]
+        return MMA_IMPLIED[self.config.precision]
 
     def broken(self) -> list[str]:
         """The budgets that this kernel breaks, in words."""

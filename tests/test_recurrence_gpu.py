@@ -450,5 +450,13 @@ def test_offsets_beyond_32_bits():
 
 
 def test_accuracy_does_not_drift_over_a_long_sequence():
+    """Every gradient per token. The parameter sums are left out: with weak decays the errors of a
+    chunk's 16 tokens are alike, so a sum over 20,001 tokens gathers them faster than the 2-norm of
+    its terms grows (3.2e-3 for dA_log, and the same when only operands are rounded in float64).
+    """
     case = make_case("weak+states", lengths=(20001,), H=1)
-    case.check(case.run(), "tf32")
+    ref = reference.bwd_recurrence(*case.arguments())
+    compared = accuracy.compare(case.run(), ref, case.prepared, case.do, case.dfinal_state, "tf32")
+    sums = {name: compared.pop(name) for name in ("dA_log", "ddt_bias")}
+    assert not accuracy.failures(compared), accuracy.failures(compared)
+    assert all(c.error < 1e-2 for c in sums.values()), sums

@@ -49,6 +49,14 @@ class WarpMma:
             ]
         return self._bf16(values, ((2, 2), 1))
 
+    def operand_b_parts(self, values):
+        """B operands whose sum is the 4 values to at least 11 bits: one in tf32; in bf16 the rounded values and the rest."""
+        whole = self.operand_b(values)
+        if self.tf32:
+            return [whole]
+        rest = [x - y for x, y in zip(values, unpack_bf16(whole), strict=True)]
+        return [whole, self.operand_b(rest)]
+
     def exact_a(self, values):
         """A operand from 8 fp32 values that are already representable in the operand format."""
         if self.tf32:

@@ -100,10 +100,12 @@ class KeyRole(Operands):
         rows = [pairs_along_rows(p[n].view(base, slot.stage), lane) for n in ("kd", "qd", "ki")]
         dki = mma.accumulators(1, N)
         for n in range(N):
-            b_kd, b_qd, b_ki = (mma.operand_b(block_b(x, N * warp + n, 0, True)) for x in rows)
-            mma.step(dkd, 0, n, a_l, b_ki)
-            mma.step(dki, 0, n, a_mt, b_qd)
-            mma.step(dki, 0, n, a_lt, b_kd)
+            b_kd, b_qd, b_ki = (
+                mma.operand_b_parts(block_b(x, N * warp + n, 0, True)) for x in rows
+            )
+            for acc, left, parts in ((dkd, a_l, b_ki), (dki, a_mt, b_qd), (dki, a_lt, b_kd)):
+                for right in parts:
+                    mma.step(acc, 0, n, left, right)
         columns = pairs_along_columns(p["qd"].view(base, slot.stage), lane)
         diagonal, b = p["dM_diag"].view(base, slot.small), p["beta"].view(base, slot.stage)
         for half in range(2):

@@ -205,7 +205,8 @@ class PairRole(Operands):
             for view in (pairs_along_rows, pairs_along_columns)
         )
         for n in range(N):
-            mma.step(dqd, 0, n, a, mma.operand_b(block_b(rows, N * warp + n, 0, True)))
+            for b in mma.operand_b_parts(block_b(rows, N * warp + n, 0, True)):
+                mma.step(dqd, 0, n, a, b)
         diagonal = p["dM_diag"].view(base, slot.small)
         for half in range(2):
             mii = diagonal[0, lane // 4 + 8 * half]

@@ -98,7 +98,12 @@ class MmaRow(NamedTuple):
 
 
 def mma_account(config: Config) -> list[MmaRow]:
-    """Where the tensor-core instructions of a chunk are; m16n8k16 in bf16, twice as many m16n8k8 in tf32."""
+    """Where the tensor-core instructions of a chunk are.
+
+    A step of 16 along the contraction is one m16n8k16 in bf16, two m16n8k8 in tf32. Products with
+    kd, qd and ki over tokens take their right operand in two bf16 parts: `finish` multiplies what
+    they give by the unrounded tiles, and pairs (i, j) have to cancel in dg.
+    """
     loops = K_BLOCKS // config.unroll
     steps = [
         ("do^T Mqk", WARPS, 4, 1),
@@ -108,16 +113,19 @@ def mma_account(config: Config) -> list[MmaRow]:
         ("vc^T INV^T", WARPS, 4, 1),
         ("do^T qd, (b dvc)^T kd", WARPS, 2 * 4 * K_BLOCKS, 1),
         ("dvc S^T", WARPS, 4 * config.unroll, loops),
-        ("dL ki, dM^T qd, (b dL)^T kd", WARPS, 3 * 4, 1),
         ("do S^T", WARPS, 4 * config.unroll, loops),
-        ("dM ki", WARPS, 4, 1),
         ("do U^T", 1, 2 * config.unroll, loops),
         ("dvc U^T", 1, 2 * config.unroll, loops),
         ("kd ki^T", 1, 2 * config.unroll, loops),
         ("U dS^T", WARPS, 4 * config.unroll, loops),
     ]
     each = 2 if config.precision == "tf32" else 1
-    return [MmaRow(product, warps, static * each, trips) for product, warps, static, trips in steps]
+    rows = [MmaRow(product, warps, static * each, trips) for product, warps, static, trips in steps]
+    return [
+        *rows,
+        MmaRow("dL ki, dM^T qd, (b dL)^T kd", WARPS, 2 * 3 * 4, 1),
+        MmaRow("dM ki", WARPS, 2 * 4, 1),
+    ]
 
 
 class Tma(NamedTuple):
