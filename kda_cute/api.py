@@ -1,4 +1,6 @@
-"""Public signatures and their validation: every bad argument raises here, by name, before anything is launched."""
+"""Public signatures and their validation: every bad argument raises here, by name, before anything
+is launched.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def bwd_recurrence(
     precision: str = "tf32",
     layout: str = "default",
 ) -> RecurrenceGrads:
-    """Gradients of the chunked KDA recurrence, by one fused reverse walk over a prepared workspace (chunks of 16 tokens).
+    """Gradients of the chunked KDA recurrence, by one fused reverse walk over a prepared workspace
+    (chunks of 16 tokens).
 
     do, v         [T, H, 128] bf16: upstream gradient of the output, values.  Copied once when not contiguous.
     beta          [T, H] bf16 or fp32: logits; the sigmoid is applied inside.
@@ -39,11 +42,13 @@ def bwd_recurrence(
     precision     "tf32" (operands keep 10 mantissa bits) or "bf16" (7; faster).  Accumulation and dS are fp32.
     layout        name of a shared-memory plan, see `kda_cute.layouts.variants`.
 
-    Returns `RecurrenceGrads`, freshly allocated: dkd, dqd, dki, dkr, dgT, dbeta in fp32 (dgT in natural log, dbeta with
-    respect to sigmoid(beta)), dv in bf16, dinitial_state in the dtype of dfinal_state or fp32.  Bitwise repeatable.
+    Returns `RecurrenceGrads`, freshly allocated: dkd, dqd, dki, dkr, dgT, dbeta in fp32 (dgT in
+    natural log, dbeta with respect to sigmoid(beta)), dv in bf16, dinitial_state in the dtype of
+    dfinal_state or fp32.  Bitwise repeatable.
 
-    Domain: |gT| <= 80 in a chunk (`prepare` checks it).  Needs a Hopper GPU; `kda_cute.reference.bwd_recurrence` is the
-    same function in torch.  Raises TypeError (types, dtypes) or ValueError (shapes, devices, values), naming the argument.
+    Domain: |gT| <= 80 in a chunk (`prepare` checks it).  Needs a Hopper GPU;
+    `kda_cute.reference.bwd_recurrence` is the same function in torch.  Raises TypeError (types,
+    dtypes) or ValueError (shapes, devices, values), naming the argument.
     """
     sequences, cu_seqlens = _validate(
         do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precision, layout
@@ -55,7 +60,9 @@ def bwd_recurrence(
 
 
 def _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precision, layout):
-    """Raise on the first bad argument; returns the number of sequences and cu_seqlens on do's device."""
+    """Raise on the first bad argument; returns the number of sequences and cu_seqlens on do's
+    device.
+    """
     tokens = _tensor("do", do, (None, None, HEAD_DIM), (torch.bfloat16,))
     T, H = do.shape[:2]
     device = _supported("do", do)

@@ -1,10 +1,11 @@
 """Compile kernels, keep them on disk, and say what the compiler made of them.
 
-This is the only module that calls ``cute.compile``.  A kernel is described by a `KernelSpec`; its frozen config is the
-whole key.  Object files live in one folder (``KDA_CUTE_CACHE``, else ``~/.cache/kda_cute``) under a name that hashes
-config, architecture, kernel sources and the versions of the DSL and of tvm-ffi.  They are written under a lock and
-published by rename, with a manifest that holds their checksum, so that several processes may start cold at once and a
-damaged file is compiled again.  No GPU is needed to compile for a named architecture.
+This is the only module that calls ``cute.compile``.  A kernel is described by a `KernelSpec`; its
+frozen config is the whole key.  Object files live in one folder (``KDA_CUTE_CACHE``, else
+``~/.cache/kda_cute``) under a name that hashes config, architecture, kernel sources and the
+versions of the DSL and of tvm-ffi.  They are written under a lock and published by rename, with a
+manifest that holds their checksum, so that several processes may start cold at once and a damaged
+file is compiled again.  No GPU is needed to compile for a named architecture.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ SOURCE_FOLDERS = ("kernels", "device", "layouts")
 class KernelSpec(NamedTuple):
     """What `load` needs to know of a kernel.
 
-    name: a C identifier, the function's name in the object file.  config: a frozen dataclass; its repr is the key.
-    trace: called only to compile; returns (jit callable, fake arguments without the stream).
-    sources: files outside the package's kernel folders whose text belongs to the key.
+    name: a C identifier, the function's name in the object file.  config: a frozen dataclass; its
+    repr is the key. trace: called only to compile; returns (jit callable, fake arguments without
+    the stream). sources: files outside the package's kernel folders whose text belongs to the key.
     """
 
     name: str
@@ -53,7 +54,9 @@ class KernelSpec(NamedTuple):
 
 
 class KernelReport(NamedTuple):
-    """One kernel in an object file: registers per thread at launch, stack bytes, SASS opcode counts and SASS text."""
+    """One kernel in an object file: registers per thread at launch, stack bytes, SASS opcode counts
+    and SASS text.
+    """
 
     name: str
     registers: int
@@ -74,7 +77,9 @@ class CompileError(RuntimeError):
 # ---------------------------------------------------------------- versions, sources, keys
 @functools.cache
 def dsl_version() -> str:
-    """Version of nvidia-cutlass-dsl; CompileError when it is absent or not one that this package was checked with."""
+    """Version of nvidia-cutlass-dsl; CompileError when it is absent or not one that this package
+    was checked with.
+    """
     try:
         found = importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:
@@ -143,7 +148,9 @@ def _fallback_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where object files are read and written; a temporary folder, with a warning, when the usual one is read-only."""
+    """Where object files are read and written; a temporary folder, with a warning, when the usual
+    one is read-only.
+    """
     named = os.environ.get("KDA_CUTE_CACHE")
     folder = Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "kda_cute"
     if _writable(folder):
@@ -208,7 +215,9 @@ def _compile(spec: KernelSpec, arch: str, path: Path) -> None:
 
 
 def object_file(spec: KernelSpec, arch: str = ARCH, folder: Path | None = None) -> Path:
-    """The kernel's object file for arch, compiled now unless the folder holds it.  Works without a GPU."""
+    """The kernel's object file for arch, compiled now unless the folder holds it.  Works without a
+    GPU.
+    """
     folder = Path(folder) if folder is not None else cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.name}_{cache_key(spec, arch)}.o"
@@ -220,7 +229,9 @@ def object_file(spec: KernelSpec, arch: str = ARCH, folder: Path | None = None) 
 
 
 def _object_file_in_worker(spec: KernelSpec, arch: str, expected: Path) -> Path:
-    """`object_file` as a worker process runs it: errors travel as text, since not all of the DSL's can be pickled."""
+    """`object_file` as a worker process runs it: errors travel as text, since not all of the DSL's
+    can be pickled.
+    """
     if expected.stem != f"{spec.name}_{cache_key(spec, arch)}":
         raise CompileError(
             "kernel sources changed on disk while a worker process started: start a new process"
@@ -241,9 +252,10 @@ def object_files(
 ) -> list[Path]:
     """`object_file` of every spec, in order, those that are missing compiled in parallel processes.
 
-    workers: processes, os.cpu_count() by default; each imports torch and the DSL (about 1 GB).  progress is called in
-    this process with each spec whose file is ready.  CompileError names the first config that fails; nothing more is
-    started then.  Specs must pickle: their trace is a module's function or a partial of one.
+    workers: processes, os.cpu_count() by default; each imports torch and the DSL (about 1 GB).
+    progress is called in this process with each spec whose file is ready.  CompileError names the
+    first config that fails; nothing more is started then.  Specs must pickle: their trace is a
+    module's function or a partial of one.
     """
     specs = list(specs)
     folder = Path(folder) if folder is not None else cache_folder()
@@ -278,7 +290,9 @@ _load_lock = threading.Lock()
 
 
 def load(spec: KernelSpec) -> Callable:
-    """The compiled kernel as a callable on torch tensors (positional arguments, torch's current stream)."""
+    """The compiled kernel as a callable on torch tensors (positional arguments, torch's current
+    stream).
+    """
     key = (spec.name, spec.config)
     function = _loaded.get(key)
     if function is None:

@@ -4,8 +4,8 @@
     python3 -m kda_cute.report --precision tf32 --layout default  some of them
     python3 -m kda_cute.report --json > report.json
 
-Compiles for sm_90a what the cache doesn't hold, so the first run takes about 8 s for each of the configurations and
-core; needs no GPU.  Exit code 1 when a budget is broken.
+Compiles for sm_90a what the cache doesn't hold, so the first run takes about 8 s for each of the
+configurations and core; needs no GPU.  Exit code 1 when a budget is broken.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _MMA = re.compile(r"\b[A-Z]{0,2}G?MMA\.[A-Z0-9_.]+")
 
 
 class Measured(NamedTuple):
-    """One compiled configuration; shared memory in bytes, instruction counts in the code except mma_per_chunk."""
+    """One compiled configuration; shared memory in bytes, instruction counts in the code except
+    mma_per_chunk.
+    """
 
     config: Any
     registers: int

@@ -13,13 +13,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kda_cute.layouts import audit
+from kda_cute.layouts.variants import plan
+from kda_cute.workspace import CHUNK
 from perf import results
+from perf.shapes import find_shape
 
+SMS = 132  # of an H200: more CTAs than that take turns
 BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
 
 
 def newest_by_op(folder: Path) -> list[tuple[Path, dict[str, Any], list[str]]]:
-    """(path, results, ops to take from it): each op from the newest file that has it, newest file first."""
+    """(path, results, ops to take from it): each op from the newest file that has it, newest file
+    first.
+    """
     found = [(path, results.read(path)) for path in folder.glob("*.json")]
     found.sort(key=lambda item: (item[1]["date"], item[0].name), reverse=True)
     taken: set[str] = set()
@@ -43,12 +50,48 @@ def tables(runs: Iterable[tuple[Path, dict[str, Any], list[str]]]) -> str:
             f"commit {made}, {run['date'][:10]} (`{path.name}`)."
         )
         rows = [row for row in run["rows"] if row["op"] in ops]
-        parts.append(f"{where}\n\n{results.to_markdown(rows)}")
-    return "\n\n".join(parts)
+        parts += [f"{where}\n\n{results.to_markdown(rows)}", layout_effects(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def layout_effects(rows: Iterable[dict[str, Any]]) -> str:
+    """What bank conflicts of a layout were predicted to cost a chunk of `bwd_recurrence`, and what
+    was seen.
+
+    Predicted: shared-memory cycles per chunk beyond the default layout's, by
+    `kda_cute.layouts.audit`. Seen: kernel time beyond the default layout's, over the chunks that a
+    CTA walks one after another; so only shapes of one wave count. Conflicts that hide behind other
+    work are not seen.
+    """
+    timed = {}
+    for row in rows:
+        if row["op"] == "bwd_recurrence" and row["provider"] == "kda_cute" and row.get("median_us"):
+            precision, layout = row["variant"].split("/")
+            timed[row["shape"], precision, layout] = row["median_us"]
+    lines = []
+    for (name, precision, layout), us in timed.items():
+        base, shape = timed.get((name, precision, "default")), find_shape(name)
+        if layout == "default" or base is None or shape.N * shape.H > SMS:
+            continue
+        extra = _conflict_cycles(layout, precision) - _conflict_cycles("default", precision)
+        seen = 1e3 * (us - base) / max(-(-n // CHUNK) for n in shape.lengths)
+        lines.append(
+            f"| {name} | {precision} | {layout} | {extra:,} cycles | {seen:.0f} ns | {us / base - 1:+.1%} |"
+        )
+    if not lines:
+        return ""
+    head = "| shape | precision | layout | predicted conflicts | seen | time |"
+    return "\n".join(["Layouts against `default`, per chunk:\n", head, "| --- " * 6 + "|", *lines])
+
+
+def _conflict_cycles(layout: str, precision: str) -> int:
+    return sum(row.extra_cycles for row in audit.audit(plan("bwd_recurrence", layout, precision)))
 
 
 def replace_between_markers(text: str, inside: str) -> str:
-    """text with what lies between the markers replaced; ValueError unless both are there once, in order."""
+    """text with what lies between the markers replaced; ValueError unless both are there once, in
+    order.
+    """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
         raise ValueError(f"expected one {BEGIN} and, after it, one {END}")
     before, rest = text.split(BEGIN)

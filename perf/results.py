@@ -2,9 +2,10 @@
 
     {"gpu", "driver", "torch", "cutlass_dsl", "commit", "date", "rows": [...]}
 
-A timing row has `op`, `shape`, `provider`, `variant`, `median_us`, `p20_us`, `p80_us`, `bytes`, `flops`; a row that
-failed its correctness gate has no times (null) and `failed`, the tensors that were wrong.  An accuracy row has `op`,
-`regime`, `tensor`, `error` (null: not finite), `tolerance`, `provider`, and may have `variant` and `shape`.
+A timing row has `op`, `shape`, `provider`, `variant`, `median_us`, `p20_us`, `p80_us`, `bytes`,
+`flops`; a row that failed its correctness gate has no times (null) and `failed`, the tensors that
+were wrong.  An accuracy row has `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`,
+`provider`, and may have `variant` and `shape`.
 """
 
 import datetime
@@ -83,7 +84,9 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" when tracked files differ; else KDA_CUTE_COMMIT (a copy without history); else "unknown"."""
+    """HEAD, with "-dirty" when tracked files differ; else KDA_CUTE_COMMIT (a copy without history);
+    else "unknown".
+    """
     head = _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
     if head is None:
         return os.environ.get("KDA_CUTE_COMMIT", "unknown")

@@ -2,8 +2,9 @@
 
     python3 -m perf.run bwd_recurrence --shapes T8192_H96 --variants tf32/default,bf16/padded --scalar --out FILE.json
 
-Every candidate must first agree with the float64 reference on a few heads of the very tensors that are timed; one that
-doesn't is reported as failed, is never timed, and makes the exit code 1.  The profiler tells which kernels ran.
+Every candidate must first agree with the float64 reference on a few heads of the very tensors that
+are timed; one that doesn't is reported as failed, is never timed, and makes the exit code 1.  The
+profiler tells which kernels ran.
 """
 
 import argparse
@@ -54,7 +55,9 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A provider's variant.  run(*inputs) -> RecurrenceGrads; kernel: part of the name of the kernel it must launch."""
+    """A provider's variant.  run(*inputs) -> RecurrenceGrads; kernel: part of the name of the
+    kernel it must launch.
+    """
 
     provider: str
     variant: str
@@ -76,7 +79,9 @@ class Candidate:
 
 # ---------------------------------------------------------------- inputs
 def make_inputs(shape: Shape, device: str = "cuda", seed: int = 0) -> Inputs:
-    """Random inputs of the typical regime, prepared by the reference in fp32, all drawn on the device."""
+    """Random inputs of the typical regime, prepared by the reference in fp32, all drawn on the
+    device.
+    """
     rng = torch.Generator(device).manual_seed(seed)
     full = (shape.T, shape.H, HEAD_DIM)
 
@@ -139,7 +144,8 @@ def head_grads(grads: RecurrenceGrads, heads: Sequence[int]) -> RecurrenceGrads:
 def errors(
     grads: RecurrenceGrads, expected: RecurrenceGrads, workspace: Workspace
 ) -> dict[str, float]:
-    """Relative Frobenius error of each result; dkd, dqd, dki, dkr times their partners, which undoes the decay.
+    """Relative Frobenius error of each result; dkd, dqd, dki, dkr times their partners, which
+    undoes the decay.
 
     The absolute error where all of the expected result is 0.
     """
@@ -162,7 +168,9 @@ def check(
     heads: Sequence[int],
     shape: Shape,
 ) -> tuple[list[results.Row], list[str]]:
-    """Run a candidate once; its accuracy rows, and the tensors whose error is above the tolerance or not finite."""
+    """Run a candidate once; its accuracy rows, and the tensors whose error is above the tolerance
+    or not finite.
+    """
     grads = head_grads(candidate.run(*inputs), heads)
     workspace = Workspace(*(t[list(heads)] for t in inputs.workspace))
     rows, failed = [], []
@@ -258,7 +266,9 @@ def gate(
     heads: Sequence[int],
     shape: Shape,
 ) -> tuple[list[results.Row], dict[str, list[str]]]:
-    """Check every candidate; the accuracy rows, and name -> what is wrong with it for those that failed."""
+    """Check every candidate; the accuracy rows, and name -> what is wrong with it for those that
+    failed.
+    """
     rows: list[results.Row] = []
     wrong: dict[str, list[str]] = {}
     for candidate in candidates:
@@ -282,7 +292,9 @@ def gate(
 
 
 def foreign_kernels(candidate: Candidate, inputs: Inputs) -> list[str]:
-    """What to hold against a candidate that launches no kernel of its own; says so if nothing can be seen."""
+    """What to hold against a candidate that launches no kernel of its own; says so if nothing can
+    be seen.
+    """
     names = launched_kernels(functools.partial(candidate.run, *inputs))
     if not names:
         print(f"  {candidate.name}: the profiler shows no kernels, so what ran is unchecked")

@@ -1,8 +1,9 @@
 """The scalar baseline of `bwd_recurrence`: no tensor core, every product a plain fp32 loop.
 
-One CTA of 256 threads per (sequence, head) walks the chunks of 16 rows from last to first.  dS [K,V] stays in shared
-memory in fp32; the threads stride over the elements of each product, one output element at a time, and each element is
-an fp32 loop over the contraction.  Per chunk, with S the state on entering it and b = sigmoid(beta):
+One CTA of 256 threads per (sequence, head) walks the chunks of 16 rows from last to first.  dS
+[K,V] stays in shared memory in fp32; the threads stride over the elements of each product, one
+output element at a time, and each element is an fp32 loop over the contraction.  Per chunk, with S
+the state on entering it and b = sigmoid(beta):
 
     1   diff = v - kd S               U   = INV (b diff)
     2   dU   = Mqk^T do + kr dS       dkr = U dS^T
@@ -14,11 +15,11 @@ an fp32 loop over the contraction.  Per chunk, with S the state on entering it a
     8   dgT  = exp(gT) rowsum(dS * S) + colsum(dkr * kr)
         dS  <- exp(gT) dS + qd^T do - kd^T (b dvc)
 
-Shared memory is dS (64 KB) under a stack of row-major scratch tiles; do, v, kd, qd, kr, ki and the states are read
-where they lie in global memory.  Step 6 stages dki in the bytes of dvc, so steps 7 and 8 compute dvc anew, element by
-element, wherever they need it (`recompute=True`).  That costs about four times the other arithmetic, so
-`recompute=False` keeps dvc in a tile of its own: the fairer figure of what scalar code can do.
-dL owns its bytes in both.
+Shared memory is dS (64 KB) under a stack of row-major scratch tiles; do, v, kd, qd, kr, ki and the
+states are read where they lie in global memory.  Step 6 stages dki in the bytes of dvc, so steps 7
+and 8 compute dvc anew, element by element, wherever they need it (`recompute=True`).  That costs
+about four times the other arithmetic, so `recompute=False` keeps dvc in a tile of its own: the
+fairer figure of what scalar code can do. dL owns its bytes in both.
 """
 
 import functools
@@ -229,7 +230,9 @@ class ScalarRecurrence:
 
     @cute.jit
     def locate(self, total, total_tiles, mCu, seq):
-        """First token, length, first tile and tile count of a sequence; clamped, so never out of bounds."""
+        """First token, length, first tile and tile count of a sequence; clamped, so never out of
+        bounds.
+        """
         start, length, first_tile = Int32(0), Int32(0), Int32(0)
         if const_expr(mCu is not None):
             for n in cutlass.range(seq, unroll=1):
@@ -307,7 +310,9 @@ class ScalarRecurrence:
 
     @cute.jit
     def solve_adjoint(self, s, g, tid, rows):
-        """3: dvc = INV^T dU, dL = -tril(dvc U^T, -1).  4: dv, first part of dbeta.  5: dM, over Mqk.  7: kd ki^T."""
+        """3: dvc = INV^T dU, dL = -tril(dvc U^T, -1).  4: dv, first part of dbeta.  5: dM, over
+        Mqk.  7: kd ki^T.
+        """
         for e in cutlass.range(tid, C * D, THREADS, unroll=1):
             c, v = e // D, e % D
             s.dvc[c, v] = self.dvc_element(s, c, v, rows)
@@ -459,7 +464,9 @@ def scalar_recurrence(
     *,
     recompute: bool = True,
 ) -> RecurrenceGrads:
-    """`kda_cute.bwd_recurrence` by scalar loops: same arguments, shapes and results.  For comparison only."""
+    """`kda_cute.bwd_recurrence` by scalar loops: same arguments, shapes and results.  For
+    comparison only.
+    """
     T, H, _ = do.shape
     tiles = workspace.kd.shape[1]
     sequences = (num_seqs or 1) if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -10,7 +10,9 @@ COPY_RATE = 4.26e12
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: sequence lengths and heads.  Equal lengths are passed as num_seqs, others as cu_seqlens."""
+    """A batch: sequence lengths and heads.  Equal lengths are passed as num_seqs, others as
+    cu_seqlens.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -71,8 +73,8 @@ def bwd_recurrence_bytes(
 ) -> int:
     """Bytes that level 1 must read and write once: every argument and every result.
 
-    A full chunk of a head reads 75,328 B (fp32 beta) and writes 37,440 B; dfinal_bytes and dinitial_bytes are the
-    sizes of one element of the states, 0 where there is none.
+    A full chunk of a head reads 75,328 B (fp32 beta) and writes 37,440 B; dfinal_bytes and
+    dinitial_bytes are the sizes of one element of the states, 0 where there is none.
     """
     row, matrix = CHUNK * HEAD_DIM, CHUNK * CHUNK
     per_token = 2 * HEAD_DIM * 2 + beta_bytes  # do, v, beta
@@ -86,8 +88,9 @@ def bwd_recurrence_bytes(
 def bwd_recurrence_flops(shape: Shape) -> int:
     """Floating-point operations of level 1's matrix products, as m16n8k16 MMAs on whole tiles.
 
-    Per tile: seven [16,128] x [128,128]-sized products (kd S, kr dS, U dS^T, do S^T, dvc S^T, qd^T do, kd^T dvc) of
-    128 MMAs, seven [16,16] x [16,128] of 16 and three [16,128] x [128,16] of 16: 1056.
+    Per tile: seven [16,128] x [128,128]-sized products (kd S, kr dS, U dS^T, do S^T, dvc S^T, qd^T
+    do, kd^T dvc) of 128 MMAs, seven [16,16] x [16,128] of 16 and three [16,128] x [128,16] of 16:
+    1056.
     """
     mmas = 7 * 128 + 7 * 16 + 3 * 16
     return shape.H * shape.tiles * mmas * 2 * 16 * 8 * 16

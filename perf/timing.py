@@ -1,9 +1,10 @@
 """Time GPU callables with CUDA events, interleaved, on cold L2; the statistics are plain Python.
 
-All candidates run within one round-robin, so that clock and thermal drift hit them alike.  Before each timed call a
-buffer several times the size of L2 is written: no call finds its inputs, or what its predecessor wrote, in L2.  That
-write also takes longer on the device than the host needs to enqueue the next call, so host time stays out of the
-figures.  A candidate may instead be a list of callables on different input sets, which are rotated.
+All candidates run within one round-robin, so that clock and thermal drift hit them alike.  Before
+each timed call a buffer several times the size of L2 is written: no call finds its inputs, or what
+its predecessor wrote, in L2.  That write also takes longer on the device than the host needs to
+enqueue the next call, so host time stays out of the figures.  A candidate may instead be a list of
+callables on different input sets, which are rotated.
 """
 
 import math
@@ -56,8 +57,8 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def round_robin(repeats: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """(name, how often it ran before) in interleaved order.
 
-    As many rounds as the largest count; a smaller one is spread evenly over them.  Each round starts at another
-    candidate, so that none always follows the same neighbour.
+    As many rounds as the largest count; a smaller one is spread evenly over them.  Each round
+    starts at another candidate, so that none always follows the same neighbour.
     """
     names, rounds = list(repeats), max(repeats.values(), default=0)
     done = dict.fromkeys(names, 0)
@@ -119,9 +120,9 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time every candidate in one interleaved run.
 
-    candidates: name -> a callable without arguments, or a list of them on different inputs, used in turn.
-    repeats, warmup: for all, or by name; repeats at least 1.  flush: called before each timed call; None makes an
-    `L2Flush`.  clock: a `CudaClock`, or something with its three methods.
+    candidates: name -> a callable without arguments, or a list of them on different inputs, used in
+    turn. repeats, warmup: for all, or by name; repeats at least 1.  flush: called before each timed
+    call; None makes an `L2Flush`.  clock: a `CudaClock`, or something with its three methods.
     """
     names = list(candidates)
     counts = _per_candidate(repeats, names, "repeats")

@@ -259,6 +259,21 @@ def test_report_takes_the_newest_file_of_each_op(tmp_path, monkeypatch, capsys):
     assert "up to date" in capsys.readouterr().out
 
 
+def test_layout_effects_are_per_chunk_of_a_walk():
+    def row(variant, us, shape="T8192_H96", provider="kda_cute"):
+        return dict(
+            op="bwd_recurrence", shape=shape, provider=provider, variant=variant, median_us=us
+        )
+
+    rows = [row("tf32/default", 2000.0), row("tf32/padded", 2051.2), row("bf16/padded", 1.0)]
+    rows += [row("stored", 9.0, provider="scalar"), row("tf32/default", 1.0, "var6_H64")]
+    rows += [row("tf32/padded", 2.0, "var6_H64")]  # 384 CTAs: three waves, no figure per chunk
+    *_, line = report.layout_effects(rows).splitlines()
+    # 51.2 us over 512 chunks; the conflicts as test_layouts asserts them, 1980 - 60
+    assert line == "| T8192_H96 | tf32 | padded | 1,920 cycles | 100 ns | +2.6% |"
+    assert report.layout_effects(rows[2:]) == ""
+
+
 @pytest.mark.parametrize("text", ["none", report.END + report.BEGIN, report.BEGIN * 2 + report.END])
 def test_report_needs_its_markers(tmp_path, text, capsys):
     path = readme(tmp_path, text)

@@ -1,9 +1,10 @@
 """Addresses of 8 x 8 bf16 matrices for ldmatrix and stmatrix, cheap to step.
 
-A lane names one 16-byte row piece: (row, chunk), chunk = column / 8.  Under the 128-byte swizzle the chunk is XORed with
-row % 8, and CuTe recomputes that for every access; in an unrolled loop the compiler then keeps dozens of addresses in
-registers.  Here the lane's part is XORed once, steps in rows and in 64-column blocks are immediate offsets, and a step inside
-a block is one XOR with a constant.
+A lane names one 16-byte row piece: (row, chunk), chunk = column / 8.  Under the 128-byte swizzle
+the chunk is XORed with row % 8, and CuTe recomputes that for every access; in an unrolled loop the
+compiler then keeps dozens of addresses in registers.  Here the lane's part is XORed once, steps in
+rows and in 64-column blocks are immediate offsets, and a step inside a block is one XOR with a
+constant.
 """
 
 import cutlass.cute as cute
@@ -19,8 +20,8 @@ BLOCK = 8  # chunks in 128 bytes
 class MatrixRows:
     """Rows of matrices in one stage of a bf16 tile, from the lane's (row, chunk).
 
-    `row_step` (a multiple of 8) and `chunk_step` are ints, known while tracing or not.  The bits of `chunk` that vary and
-    those of `chunk_step` must not meet, so that their sum is their XOR.
+    `row_step` (a multiple of 8) and `chunk_step` are ints, known while tracing or not.  The bits of
+    `chunk` that vary and those of `chunk_step` must not meet, so that their sum is their XOR.
     """
 
     def __init__(self, tile, base, stage, row, chunk):
@@ -68,11 +69,13 @@ def _vector(fragment):
 
 
 class LaneRows:
-    """The four ways a lane l names a row of four 8 x 8 matrices, as (row, chunk) inside a 16 x 16 block.
+    """The four ways a lane l names a row of four 8 x 8 matrices, as (row, chunk) inside a 16 x 16
+    block.
 
-    rows_first: matrices (0, 0), (8, 0), (0, 8), (8, 8) in (row, column); columns_first: (0, 0), (0, 8), (8, 0), (8, 8).
-    An A operand stored [m, k], and accumulators stored as they are: rows_first.  An A operand stored [k, m], two B operands
-    stored [n, k], and accumulators stored transposed: columns_first.  Two B operands stored [k, n]: rows_first.
+    rows_first: matrices (0, 0), (8, 0), (0, 8), (8, 8) in (row, column); columns_first: (0, 0), (0,
+    8), (8, 0), (8, 8). An A operand stored [m, k], and accumulators stored as they are: rows_first.
+    An A operand stored [k, m], two B operands stored [n, k], and accumulators stored transposed:
+    columns_first.  Two B operands stored [k, n]: rows_first.
     """
 
     def __init__(self, lane):

@@ -1,14 +1,16 @@
 """Warp-level products on mma.sync, in tf32 or bf16, over one order of fragments.
 
-A step is D[16,8] += A[16,16] B[16,8], k = 16 wide: one m16n8k16 in bf16, two m16n8k8 in tf32.  Lane l has r = l // 4 and
-c = l % 4.  Whatever the precision, a lane owns the same elements, in the same order:
+A step is D[16,8] += A[16,16] B[16,8], k = 16 wide: one m16n8k16 in bf16, two m16n8k8 in tf32.  Lane
+l has r = l // 4 and c = l % 4.  Whatever the precision, a lane owns the same elements, in the same
+order:
 
     A: row r + 8 half, k = 2c + i + 8 s     at index i + 2 half + 4 s
     B: column r,       k = 2c + i + 8 s     at index i + 2 s
     D: row r + 8 half, column 2c + i        at index i + 2 half
 
-For bf16 that is the hardware's order.  For tf32 it renumbers k inside a step, alike in A and B, so that a lane's two k are
-neighbours in memory (one 8-byte load), and two D tiles side by side are an A operand without moving data.
+For bf16 that is the hardware's order.  For tf32 it renumbers k inside a step, alike in A and B, so
+that a lane's two k are neighbours in memory (one 8-byte load), and two D tiles side by side are an
+A operand without moving data.
 """
 
 import cutlass
@@ -50,7 +52,9 @@ class WarpMma:
         return self._bf16(values, ((2, 2), 1))
 
     def operand_b_parts(self, values):
-        """B operands whose sum is the 4 values to at least 11 bits: one in tf32; in bf16 the rounded values and the rest."""
+        """B operands whose sum is the 4 values to at least 11 bits: one in tf32; in bf16 the
+        rounded values and the rest.
+        """
         whole = self.operand_b(values)
         if self.tf32:
             return [whole]
@@ -78,13 +82,17 @@ class WarpMma:
         return [step[i] for step in (first, second) for i in (0, 2, 1, 3)]
 
     def a_from_ldmatrix(self, packed):
-        """A operand from the registers of an ldmatrix over the 16 x 16 block (bf16, exact in either precision)."""
+        """A operand from the registers of an ldmatrix over the 16 x 16 block (bf16, exact in either
+        precision).
+        """
         if self.tf32:
             return self.exact_a(unpack_bf16(packed))
         return cute.make_tensor(packed.iterator, cute.make_layout(((2, 2, 2), 1)))
 
     def b_pair_from_ldmatrix(self, packed):
-        """Two B operands (columns 0-7, 8-15) from the registers of an ldmatrix, order (s, column half)."""
+        """Two B operands (columns 0-7, 8-15) from the registers of an ldmatrix, order (s, column
+        half).
+        """
         if self.tf32:
             values = unpack_bf16(packed)
             return [self.exact_b(values[:4]), self.exact_b(values[4:])]
@@ -204,12 +212,16 @@ def block_values(acc, m, n):
 
 # ---------------------------------------------------------------- shared memory
 def pairs_along_columns(tile, lane):
-    """View of an fp32 tile for this lane: [i, row block, column block] is (r + 8 row block, 2c + i + 8 column block)."""
+    """View of an fp32 tile for this lane: [i, row block, column block] is (r + 8 row block, 2c + i
+    + 8 column block).
+    """
     return _lane_view(tile, lane // 4, 2 * (lane % 4), (0, 1))
 
 
 def pairs_along_rows(tile, lane):
-    """View of an fp32 tile for this lane: [i, row block, column block] is (2c + i + 8 row block, r + 8 column block)."""
+    """View of an fp32 tile for this lane: [i, row block, column block] is (2c + i + 8 row block, r
+    + 8 column block).
+    """
     return _lane_view(tile, 2 * (lane % 4), lane // 4, (1, 0))
 
 
@@ -225,7 +237,9 @@ def _lane_view(tile, row, col, step):
 
 
 def load_pair(view, row_block, col_block):
-    """The two fp32 values [0..1, row block, column block] of a lane view (one 8-byte load where they are neighbours)."""
+    """The two fp32 values [0..1, row block, column block] of a lane view (one 8-byte load where
+    they are neighbours).
+    """
     pair = cute.make_rmem_tensor((2,), Float32)
     cute.autovec_copy(view[None, row_block, col_block], pair)
     return [pair[0], pair[1]]
@@ -240,7 +254,9 @@ def store_pair(view, row_block, col_block, values):
 
 
 def block_a(view, row_block, col_block):
-    """A operand's 8 values of the 16 x 16 block that starts at these 8-row and 8-column blocks; k along columns."""
+    """A operand's 8 values of the 16 x 16 block that starts at these 8-row and 8-column blocks; k
+    along columns.
+    """
     out = []
     for s in range(2):
         for half in range(2):
@@ -284,7 +300,9 @@ def select_half(pair, which: Int32):
 
 # ---------------------------------------------------------------- reductions over lanes
 def summed_column(lane):
-    """The column, of 16, whose sum `column_sums` and `gather_columns` leave in this lane (and in lane ^ 4)."""
+    """The column, of 16, whose sum `column_sums` and `gather_columns` leave in this lane (and in
+    lane ^ 4).
+    """
     return 8 * (lane // 16) + 2 * (lane % 4) + lane // 8 % 2
 
 
@@ -312,7 +330,9 @@ def quad_sum(x):
 
 @cute.jit
 def column_sums(a0: Float32, a1: Float32, b0: Float32, b1: Float32, lane: Int32):
-    """Sum each of 4 values over the 8 lanes that share c; the lane keeps a or b by bit 4 of its index, 0 or 1 by bit 3."""
+    """Sum each of 4 values over the 8 lanes that share c; the lane keeps a or b by bit 4 of its
+    index, 0 or 1 by bit 3.
+    """
     upper, odd = (lane & 16) != 0, (lane & 8) != 0
     keep0 = b0 if upper else a0
     keep1 = b1 if upper else a1

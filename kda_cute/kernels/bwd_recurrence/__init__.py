@@ -1,4 +1,6 @@
-"""The level-1 kernel: `kernel` (mathematics, launch), `schedule` (roles, barriers), and a file for each role."""
+"""The level-1 kernel: `kernel` (mathematics, launch), `schedule` (roles, barriers), and a file for
+each role.
+"""
 
 from .kernel import trace
 from .schedule import Config, MmaRow, mma_account

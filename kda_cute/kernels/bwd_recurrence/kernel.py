@@ -1,6 +1,8 @@
-"""The fused reverse recurrence over a prepared workspace (level 1), chunks of C = 16 tokens, K = V = 128.
+"""The fused reverse recurrence over a prepared workspace (level 1), chunks of C = 16 tokens, K = V
+= 128.
 
-Per (sequence, head), from the last chunk to the first, with dS the gradient of the state after the chunk:
+Per (sequence, head), from the last chunk to the first, with dS the gradient of the state after the
+chunk:
 
     dU  = Mqk^T do + kr dS       dvc = INV^T dU          U = INV vc,  vc = b (v - kd S)      dv = b dvc
     dkr = U dS^T                 dM  = tril(do U^T)      dL = -tril(dvc U^T, -1)
@@ -8,10 +10,11 @@ Per (sequence, head), from the last chunk to the first, with dS the gradient of 
     dgT = exp(gT) rowsum_v(dS S) + colsum(dkr kr)        dbeta = rowsum(dvc (v - kd S)) + rowsum(dL kd ki^T)
     dS <- exp(gT) dS + qd^T do - kd^T (b dvc)
 
-One CTA walks one (sequence, head).  The recurrence acts on each column v of dS alone, and every product that it
-needs contracts over tokens or over K.  So the value warps hold dS^T in registers, 32 rows v and all K each, as
-accumulators; they are their own operands, and the serial chain dS -> dU -> dvc -> dS crosses neither a barrier nor
-shared memory.  Products that contract over v go to key and pair warps, 32 columns k each, most of a chunk behind.
+One CTA walks one (sequence, head).  The recurrence acts on each column v of dS alone, and every
+product that it needs contracts over tokens or over K.  So the value warps hold dS^T in registers,
+32 rows v and all K each, as accumulators; they are their own operands, and the serial chain dS ->
+dU -> dvc -> dS crosses neither a barrier nor shared memory.  Products that contract over v go to
+key and pair warps, 32 columns k each, most of a chunk behind.
 
     role      warps   registers   work of a chunk                                      MMA steps (m16n8k16)
     value     0-3     248         dU, dvc, kd S, U; dS, U, dvc to shared memory; dS    560
@@ -21,13 +24,15 @@ shared memory.  Products that contract over v go to key and pair warps, 32 colum
     copy      12, 13  40          producer: TMA and bulk copies in, sigmoid(beta);
                                   store: bulk copies out
 
-The tiles of a chunk have two (tf32) or three (bf16) stages; the state tile, the dS copy, U and dvc have one.  Outputs
-are staged in the bytes of tiles that are no longer read.  Barriers: `schedule.Bar`.
+The tiles of a chunk have two (tf32) or three (bf16) stages; the state tile, the dS copy, U and dvc
+have one.  Outputs are staged in the bytes of tiles that are no longer read.  Barriers:
+`schedule.Bar`.
 
-Rows past a sequence's end exist in its last chunk only, the first one walked: its tiles are zeroed in shared memory once, and
-everything after that is a full chunk.  The diagonal of dM multiplies unrounded fp32 values
-outside the tensor cores, so that the pair (i, i) cancels in dg; with bf16 operands the products over tokens take kd, qd and
-ki in two parts, hi + lo, so that pairs (i, j) do.  No atomics.  Shared-memory layouts come from `kda_cute.layouts`.
+Rows past a sequence's end exist in its last chunk only, the first one walked: its tiles are zeroed
+in shared memory once, and everything after that is a full chunk.  The diagonal of dM multiplies
+unrounded fp32 values outside the tensor cores, so that the pair (i, i) cancels in dg; with bf16
+operands the products over tokens take kd, qd and ki in two parts, hi + lo, so that pairs (i, j) do.
+No atomics.  Shared-memory layouts come from `kda_cute.layouts`.
 """
 
 import cuda.bindings.driver as cuda

@@ -70,7 +70,9 @@ class KeyRole(Operands):
                     sums[2 * j + n] = sums[2 * j + n] + state[i] * ds[i]
 
     def dS_values(self, base, warp, lane):
-        """(kb, j) -> 8 values of dS^T (rounded as an operand): two B operands, k = v 16 kb .., n = columns 16 j .."""
+        """(kb, j) -> 8 values of dS^T (rounded as an operand): two B operands, k = v 16 kb .., n =
+        columns 16 j ..
+        """
         if self.tf32:
             view = pairs_along_rows(self.plan["dS"].view(base), lane)
             return lambda kb, j: sum(

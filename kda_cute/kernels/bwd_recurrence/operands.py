@@ -1,4 +1,6 @@
-"""Operands that key and pair warps read alike: A is 16 tokens by v, B is v by this warp's 32 columns k."""
+"""Operands that key and pair warps read alike: A is 16 tokens by v, B is v by this warp's 32
+columns k.
+"""
 
 import cutlass.cute as cute
 
@@ -30,7 +32,9 @@ class Operands:
         return lambda kb: self.mma.a_from_ldmatrix(rows.load(chunk_step=2 * kb))
 
     def state_columns(self, name, base, warp, lane):
-        """Rows of v, this warp's columns k, of the states tile or of a bf16 dS tile: B operands with k = v."""
+        """Rows of v, this warp's columns k, of the states tile or of a bf16 dS tile: B operands
+        with k = v.
+        """
         row, chunk = LaneRows(lane).rows_first()
         return MatrixRows(self.plan[name], base, 0, row, N * warp + chunk)
 

@@ -1,4 +1,5 @@
-"""Pair warps: the small matrices dM, dL and kd ki^T, dqd and dkr, and the gradients of beta and of the chunk's decay.
+"""Pair warps: the small matrices dM, dL and kd ki^T, dqd and dkr, and the gradients of beta and of
+the chunk's decay.
 
 Warp w owns columns k = 32 w .. of dqd, dkr and dgT; dM, dL and kd ki^T are made by one warp each.
 """
@@ -235,7 +236,9 @@ class PairRole(Operands):
     def store_dbeta(
         self, mDbeta: cute.Tensor, F, base, slot: Slot, h: Int32, tile: Int64, lane: Int32
     ):
-        """dbeta = rowsum_v(dvc (v - kd S)), the sum of the value warps' parts, + rowsum(dL F); one warp."""
+        """dbeta = rowsum_v(dvc (v - kd S)), the sum of the value warps' parts, + rowsum(dL F); one
+        warp.
+        """
         dL = pairs_along_columns(self.plan["dL"].view(base, slot.small), lane)
         part = self.plan["dbeta_part"].view(base, slot.small)
         over_v = Float32(0)

@@ -1,4 +1,6 @@
-"""The producer warp (copies of the next chunk's tiles, the sigmoid of its beta) and the store warp (copies of outputs)."""
+"""The producer warp (copies of the next chunk's tiles, the sigmoid of its beta) and the store warp
+(copies of outputs).
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -83,7 +85,9 @@ class ProducerRole:
 
 
 class StoreRole:
-    """Code of the store warp: outputs from the tiles' bytes to global memory, then the stage is empty."""
+    """Code of the store warp: outputs from the tiles' bytes to global memory, then the stage is
+    empty.
+    """
 
     def __init__(self, plan):
         self.plan, self.stages = plan, plan["kd"].stages

@@ -1,4 +1,6 @@
-"""Who does what, and what they wait for: config, warp roles, barriers, and the arguments that travel between roles."""
+"""Who does what, and what they wait for: config, warp roles, barriers, and the arguments that
+travel between roles.
+"""
 
 import enum
 from dataclasses import dataclass
@@ -18,9 +20,11 @@ DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 2  # pair warps with a small matrix to make
 
 @dataclass(frozen=True)
 class Config:
-    """precision "tf32" or "bf16"; layout: a plan's name; beta "bf16" or "f32"; state_grad those or "none".
+    """precision "tf32" or "bf16"; layout: a plan's name; beta "bf16" or "f32"; state_grad those or
+    "none".
 
-    unroll: of loops over K_BLOCKS whose accumulators stay; longer code misses the instruction cache more often.
+    unroll: of loops over K_BLOCKS whose accumulators stay; longer code misses the instruction cache
+    more often.
     """
 
     precision: str = "tf32"
@@ -32,7 +36,9 @@ class Config:
 
 
 class Registers(NamedTuple):
-    """Registers per thread of each role's warpgroup; together what four warpgroups of 128 start with."""
+    """Registers per thread of each role's warpgroup; together what four warpgroups of 128 start
+    with.
+    """
 
     value: int = 248
     key: int = 112
@@ -89,7 +95,9 @@ class Gmem(NamedTuple):
 
 
 class MmaRow(NamedTuple):
-    """Tensor-core instructions of one product in a chunk: warps x static (in the code of a warp) x trips (of its loop)."""
+    """Tensor-core instructions of one product in a chunk: warps x static (in the code of a warp) x
+    trips (of its loop).
+    """
 
     product: str
     warps: int
@@ -136,7 +144,9 @@ class Tma(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where a CTA works: sequence, head, first token, first tile, tiles, valid rows of the last tile."""
+    """Where a CTA works: sequence, head, first token, first tile, tiles, valid rows of the last
+    tile.
+    """
 
     n: Int32
     h: Int32
@@ -147,7 +157,9 @@ class Walk(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Buffers of a chunk and the parities of their barriers: the stage of its tiles, the half of the small tiles."""
+    """Buffers of a chunk and the parities of their barriers: the stage of its tiles, the half of
+    the small tiles.
+    """
 
     stage: Int32
     turn: Int32

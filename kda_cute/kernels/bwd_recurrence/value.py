@@ -1,8 +1,9 @@
 """Value warps: the recurrence itself, dS^T in registers.
 
-Warp w owns 16 M = 32 rows v of dS^T, from 32 w on, and all of K: X[(i, half), m, n] is row 16 (M w + m) + 8 half + r,
-column 8 n + 2c + i (r = lane // 4, c = lane % 4).  All products here contract over tokens or over K, and an accumulator is
-an operand of the next product as it stands, so a chunk needs no exchange between value warps.
+Warp w owns 16 M = 32 rows v of dS^T, from 32 w on, and all of K: X[(i, half), m, n] is row 16 (M w
++ m) + 8 half + r, column 8 n + 2c + i (r = lane // 4, c = lane % 4).  All products here contract
+over tokens or over K, and an accumulator is an operand of the next product as it stands, so a chunk
+needs no exchange between value warps.
 """
 
 import cutlass
@@ -96,7 +97,9 @@ class ValueRole:
         return [line[0, 8 * n + 2 * (lane % 4) + i] for n in range(2) for i in range(2)]
 
     def columns(self, name, base, stage, warp, lane):
-        """This warp's columns v of a [16, 128] tile, transposed: A operands, or accumulators [v, token]."""
+        """This warp's columns v of a [16, 128] tile, transposed: A operands, or accumulators [v,
+        token].
+        """
         row, chunk = LaneRows(lane).columns_first()
         return MatrixRows(self.plan[name], base, stage, row, 2 * self.M * warp + chunk)
 
@@ -111,7 +114,8 @@ class ValueRole:
     def make_dvc(self, X, base, slot, warp, lane):
         """dU^T = do^T Mqk + dS^T kr^T, dvc^T = dU^T INV.  Returns the accumulators of dvc^T.
 
-        dS goes to shared memory as it is rounded: a rounded copy kept for later would cost as many registers again.
+        dS goes to shared memory as it is rounded: a rounded copy kept for later would cost as many
+        registers again.
         """
         p, mma = self.plan, self.mma
         kr = pairs_along_columns(p["kr"].view(base, slot.stage), lane)
@@ -142,7 +146,9 @@ class ValueRole:
         return dvc
 
     def store_dS(self, base, warp, lane):
-        """(i, kb, operand) -> None: 16 rows and 16 columns of dS^T to shared memory, from their A operand."""
+        """(i, kb, operand) -> None: 16 rows and 16 columns of dS^T to shared memory, from their A
+        operand.
+        """
         tile = self.plan["dS"]
         if self.tf32:
             view = pairs_along_columns(tile.view(base), lane)
@@ -197,7 +203,9 @@ class ValueRole:
         return U
 
     def publish_columns(self, name, acc, base, warp, lane):
-        """This warp's columns v of U or dvc, rounded to the key warps' operand: accumulators [v, token] to rows of tokens."""
+        """This warp's columns v of U or dvc, rounded to the key warps' operand: accumulators [v,
+        token] to rows of tokens.
+        """
         rows = self.columns(name, base, 0, warp, lane)
         view = pairs_along_rows(self.plan[name].view(base), lane)
         for i in range(self.M):
