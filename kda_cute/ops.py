@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -26,17 +27,40 @@ library.define(
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
-def _outputs(do, kd, dfinal_state, num_seqs):
-    """Uninitialised outputs, in the order of `RecurrenceGrads`."""
-    T, H, _ = do.shape
-    tiles = kd.shape[1]
-    wide = [torch.empty_like(kd) for _ in range(4)]
-    dgT = kd.new_empty((H, tiles, HEAD_DIM))
-    dv = do.new_empty((T, H, HEAD_DIM))
-    dbeta = kd.new_empty((H, tiles, CHUNK))
-    state_dtype = torch.float32 if dfinal_state is None else dfinal_state.dtype
-    dinitial_state = kd.new_empty((num_seqs, H, HEAD_DIM, HEAD_DIM), dtype=state_dtype)
-    return (*wide, dgT, dv, dbeta, dinitial_state)
+class Arguments(NamedTuple):
+    """What the operator takes, in the schema's order."""
+
+    do: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    kd: torch.Tensor
+    qd: torch.Tensor
+    kr: torch.Tensor
+    ki: torch.Tensor
+    g_total: torch.Tensor
+    inv: torch.Tensor
+    mqk: torch.Tensor
+    states: torch.Tensor
+    dfinal_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    num_seqs: int
+    precision: str
+    layout: str
+
+    @property
+    def workspace(self) -> Workspace:
+        return Workspace(*self[3:11])
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Uninitialised outputs, in the order of `RecurrenceGrads`."""
+        (T, H, _), tiles = self.do.shape, self.kd.shape[1]
+        wide = [torch.empty_like(self.kd) for _ in range(4)]
+        dgT = self.kd.new_empty((H, tiles, HEAD_DIM))
+        dv = self.do.new_empty((T, H, HEAD_DIM))
+        dbeta = self.kd.new_empty((H, tiles, CHUNK))
+        dtype = torch.float32 if self.dfinal_state is None else self.dfinal_state.dtype
+        dinitial_state = self.kd.new_empty((self.num_seqs, H, HEAD_DIM, HEAD_DIM), dtype=dtype)
+        return (*wide, dgT, dv, dbeta, dinitial_state)
 
 
 @functools.cache
@@ -73,97 +97,43 @@ def _recurrence_kernel(precision, layout, beta_dtype, state_dtype, varlen) -> Ca
     return kernel_compile.load(spec)
 
 
-def _bwd_recurrence_cuda(
-    do,
-    v,
-    beta,
-    kd,
-    qd,
-    kr,
-    ki,
-    g_total,
-    inv,
-    mqk,
-    states,
-    dfinal_state,
-    cu_seqlens,
-    num_seqs,
-    precision,
-    layout,
-):
-    out = _outputs(do, kd, dfinal_state, num_seqs)
-    if kd.shape[0] == 0 or num_seqs == 0 or kd.shape[1] == 0:
+def _bwd_recurrence_cuda(*arguments) -> tuple[torch.Tensor, ...]:
+    x = Arguments(*arguments)
+    out, dfinal, cu = x.outputs(), x.dfinal_state, x.cu_seqlens
+    H, tiles = x.kd.shape[:2]
+    if H == 0 or tiles == 0 or x.num_seqs == 0:
         # No chunk anywhere: the state passes through.
-        out[-1].zero_() if dfinal_state is None else out[-1].copy_(dfinal_state)
+        out[-1].zero_() if dfinal is None else out[-1].copy_(dfinal)
         return out
-    state_dtype = None if dfinal_state is None else dfinal_state.dtype
-    kernel = _recurrence_kernel(precision, layout, beta.dtype, state_dtype, cu_seqlens is not None)
-    if dfinal_state is not None:
-        dfinal_state = dfinal_state.contiguous()
-    if cu_seqlens is not None and cu_seqlens.dtype == torch.int64:
+    state_dtype = None if dfinal is None else dfinal.dtype
+    kernel = _recurrence_kernel(x.precision, x.layout, x.beta.dtype, state_dtype, cu is not None)
+    if dfinal is not None:
+        dfinal = dfinal.contiguous()
+    if cu is not None and cu.dtype == torch.int64:
         # Offsets fit 31 bits: the low words, two apart, are the int32 view that the kernel reads.
-        cu_seqlens = (
-            cu_seqlens.view(torch.int32)[::2]
-            if cu_seqlens.is_contiguous()
-            else cu_seqlens.to(torch.int32)
-        )
-    arguments = (
-        do.contiguous(), v.contiguous(), beta.contiguous(),
-        kd, qd, kr, ki, g_total, inv, mqk, states, dfinal_state, cu_seqlens, *out,
-    )  # fmt: skip
-    if do.device.index == torch.cuda.current_device():
-        kernel(*arguments)
+        cu = cu.view(torch.int32)[::2] if cu.is_contiguous() else cu.to(torch.int32)
+    tokens = (x.do.contiguous(), x.v.contiguous(), x.beta.contiguous())
+    if x.do.device.index == torch.cuda.current_device():
+        kernel(*tokens, *x.workspace, dfinal, cu, *out)
     else:
-        with torch.cuda.device(do.device):
-            kernel(*arguments)
+        with torch.cuda.device(x.do.device):
+            kernel(*tokens, *x.workspace, dfinal, cu, *out)
     return out
 
 
-def _bwd_recurrence_cpu(
-    do,
-    v,
-    beta,
-    kd,
-    qd,
-    kr,
-    ki,
-    g_total,
-    inv,
-    mqk,
-    states,
-    dfinal_state,
-    cu_seqlens,
-    num_seqs,
-    precision,
-    layout,
-):
-    workspace = Workspace(kd, qd, kr, ki, g_total, inv, mqk, states)
-    grads = reference.bwd_recurrence(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs)
-    out = _outputs(do, kd, dfinal_state, num_seqs)
+def _bwd_recurrence_cpu(*arguments) -> tuple[torch.Tensor, ...]:
+    x = Arguments(*arguments)
+    grads = reference.bwd_recurrence(
+        x.do, x.v, x.beta, x.workspace, x.dfinal_state, x.cu_seqlens, x.num_seqs
+    )
+    out = x.outputs()
     for to, value in zip(out, grads, strict=True):
         to.copy_(value)
     return out
 
 
-def _bwd_recurrence_fake(
-    do,
-    v,
-    beta,
-    kd,
-    qd,
-    kr,
-    ki,
-    g_total,
-    inv,
-    mqk,
-    states,
-    dfinal_state,
-    cu_seqlens,
-    num_seqs,
-    precision,
-    layout,
-):
-    return _outputs(do, kd, dfinal_state, num_seqs)
+def _bwd_recurrence_fake(*arguments) -> tuple[torch.Tensor, ...]:
+    return Arguments(*arguments).outputs()
 
 
 library.impl("bwd_recurrence", _bwd_recurrence_cuda, "CUDA")
