@@ -449,6 +449,33 @@ def test_offsets_beyond_32_bits():
     assert_last_sequence_is_as_alone(case, "tf32")
 
 
+def test_more_sequences_than_a_grid_dimension_holds():
+    """70,000 sequences of one token, past the 65,535 blocks of a grid's y and z."""
+    N, H = 70_000, 1
+    rng = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(*shape, generator=rng, device=DEVICE).to(dtype)
+
+    wide = [normal(H, N, CHUNK, 128) for _ in range(4)]
+    inv, mqk = (normal(H, N, CHUNK, CHUNK, dtype=torch.bfloat16) for _ in range(2))
+    states = normal(H, N, 128, 128, dtype=torch.bfloat16)
+    workspace = Workspace(*wide, normal(H, N, 128).exp(), inv, mqk, states)
+    do, v = (normal(N, H, 128, dtype=torch.bfloat16) for _ in range(2))
+    beta, offsets = normal(N, H), torch.arange(N + 1, device=DEVICE, dtype=torch.int32)
+    dfinal = normal(N, H, 128, 128, dtype=torch.bfloat16)
+    grads = kda_cute.bwd_recurrence(do, v, beta, workspace, dfinal, offsets)
+    for n in (0, 65_535, 65_536, N - 1):
+        tile = Workspace(*(x[:, n : n + 1].contiguous() for x in workspace))
+        rows = slice(n, n + 1)
+        alone = kda_cute.bwd_recurrence(do[rows], v[rows], beta[rows], tile, dfinal[rows])
+        assert all(torch.isfinite(x).all() and x.norm() > 0 for x in alone[:5])
+        for name in ("dkd", "dqd", "dki", "dkr", "dgT", "dbeta"):
+            assert torch.equal(getattr(grads, name)[:, rows], getattr(alone, name)), (n, name)
+        assert torch.equal(grads.dv[rows], alone.dv)
+        assert torch.equal(grads.dinitial_state[rows], alone.dinitial_state)
+
+
 def test_accuracy_does_not_drift_over_a_long_sequence():
     """Every gradient per token. The parameter sums are left out: with weak decays the errors of a
     chunk's 16 tokens are alike, so a sum over 20,001 tokens gathers them faster than the 2-norm of

@@ -99,7 +99,10 @@ class BwdRecurrence:
         tma_s = Tma(*cpasync.make_tiled_tma_atom(load, by_tile, square, (D, D)))
         sequences, heads = dinitial.shape[0], dinitial.shape[1]
         self.kernel(m, tma_do, tma_v, tma_s).launch(
-            grid=(heads, sequences, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+            grid=(heads * sequences, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -158,8 +161,9 @@ class BwdRecurrence:
     @cute.jit
     def find_sequence(self, m: Gmem):
         """This CTA's walk.  Offsets out of range or out of order never lead outside the tensors."""
-        h, n, _ = cute.arch.block_idx()
-        T, all_tiles = m.do.shape[0], m.kd.shape[1]
+        block, _, _ = cute.arch.block_idx()
+        T, H, all_tiles = m.do.shape[0], m.do.shape[1], m.kd.shape[1]
+        n, h = block // H, block % H
         first, last, tile = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.varlen):
             first = clamp(m.cu_seqlens[n], T)
