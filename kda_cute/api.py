@@ -37,7 +37,7 @@ def bwd_recurrence(
     dfinal_state  [N, H, 128 (V), 128 (K)] bf16 or fp32: gradient of the final state; None is 0.
     cu_seqlens    [N + 1] int32 or int64: offsets of packed sequences, 0 .. T, not decreasing.  On the GPU its values are
                   used without a host synchronisation, and offsets that contradict `workspace` give unspecified numbers
-                  but never leave the tensors.  On the host it is checked, then copied.  None: `num_seqs` (default 1)
+                  but never leave the tensors.  On the host it is checked, then copied, which waits for the stream.  None: `num_seqs` (default 1)
                   sequences of equal length.
     precision     "tf32" (operands keep 10 mantissa bits) or "bf16" (7; faster).  Accumulation and dS are fp32.
     layout        name of a shared-memory plan, see `kda_cute.layouts.variants`.
@@ -68,6 +68,8 @@ def _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precis
     device = _supported("do", do)
     _tensor("v", v, tokens, (torch.bfloat16,), device)
     _tensor("beta", beta, (T, H), (torch.bfloat16, torch.float32), device)
+    _aligned("do", do)
+    _aligned("v", v)
     tiles = _validate_workspace(workspace, H, device)
     if precision not in variants.precisions("bwd_recurrence"):
         raise ValueError(
@@ -89,6 +91,7 @@ def _validate(do, v, beta, workspace, dfinal_state, cu_seqlens, num_seqs, precis
         N, cu_seqlens = _packed_sequences(cu_seqlens, num_seqs, T, tiles, device)
     if dfinal_state is not None:
         _tensor("dfinal_state", dfinal_state, (N, H, HEAD_DIM, HEAD_DIM), STATE_DTYPES, device)
+        _aligned("dfinal_state", dfinal_state)
     return N, cu_seqlens
 
 
@@ -122,6 +125,7 @@ def _validate_workspace(workspace, H, device) -> int:
             raise ValueError(
                 f"workspace.{name} must be contiguous; its strides are {tensor.stride()}"
             )
+        _aligned(f"workspace.{name}", tensor)
     return tiles
 
 
@@ -155,10 +159,12 @@ def _packed_sequences(cu_seqlens, num_seqs, T, tiles, device):
         expected = sum(-(-n // CHUNK) for n in lengths)
         if tiles != expected:
             raise ValueError(f"workspace holds {tiles} tiles, but cu_seqlens describes {expected}")
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("cu_seqlens is on the host: put it on the GPU to capture a CUDA graph")
         return N, cu_seqlens.to(device)
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, do is on {device}")
-    if not -(-T // CHUNK) <= tiles <= T // CHUNK + N:
+    if not -(-T // CHUNK) <= tiles <= (T + (CHUNK - 1) * min(N, T)) // CHUNK:
         raise ValueError(
             f"workspace holds {tiles} tiles, which {N} sequences of {T} tokens together can't have"
         )
@@ -180,6 +186,13 @@ def _tensor(name, x, shape, dtypes, device=None) -> tuple[int, ...]:
     if device is not None and x.device != device:
         raise ValueError(f"{name} is on {x.device}, do is on {device}")
     return found
+
+
+def _aligned(name, x):
+    """Check that x starts at a multiple of 16 bytes, as the copy engine needs."""
+    if not isinstance(x, torch._subclasses.FakeTensor) and x.device.type != "meta":
+        if x.data_ptr() % 16:
+            raise ValueError(f"{name} starts at an address that is not a multiple of 16 bytes")
 
 
 def _supported(name, x) -> torch.device:

@@ -94,6 +94,11 @@ def _recurrence_kernel(precision, layout, beta_dtype, state_dtype, varlen) -> Ca
     spec = recurrence_spec(
         precision, layout, _NAMES[beta_dtype], _NAMES.get(state_dtype, "none"), varlen
     )
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"bwd_recurrence is captured before its kernel was loaded ({spec.config}): call it "
+            "once with tensors of these dtypes, then capture"
+        )
     return kernel_compile.load(spec)
 
 
@@ -101,6 +106,8 @@ def _bwd_recurrence_cuda(*arguments) -> tuple[torch.Tensor, ...]:
     x = Arguments(*arguments)
     out, dfinal, cu = x.outputs(), x.dfinal_state, x.cu_seqlens
     H, tiles = x.kd.shape[:2]
+    if cu is not None and cu.shape != (x.num_seqs + 1,):
+        raise ValueError(f"cu_seqlens has shape {list(cu.shape)}; expected [{x.num_seqs + 1}]")
     if H == 0 or tiles == 0 or x.num_seqs == 0:
         # No chunk anywhere: the state passes through.
         out[-1].zero_() if dfinal is None else out[-1].copy_(dfinal)

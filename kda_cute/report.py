@@ -93,8 +93,7 @@ class Measured(NamedTuple):
             ),
             (self.ffma <= FFMA_LIMIT, f"{self.ffma} FFMA > {FFMA_LIMIT}"),
             (
-                len(self.roles) == WARPGROUPS
-                and sum(self.roles) <= WARPGROUPS * REGISTERS_AT_LAUNCH,
+                len(self.roles) == WARPGROUPS and sum(self.roles) <= WARPGROUPS * self.registers,
                 f"warpgroups that ask for {self.roles} registers wait for ever",
             ),
         )

@@ -73,6 +73,11 @@ def meta(x):
     return x.to("meta")
 
 
+def misaligned(x):
+    """The same values, contiguous, one element past a 16-byte boundary."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
 BAD_TYPES = [
     *((name, argument(name, lambda x: x.to(torch.float16))) for name in TENSORS),
     *((f"workspace.{name}", field(name, lambda x: x.to(torch.float16))) for name in FIELDS),
@@ -101,6 +106,9 @@ BAD_VALUES = [
         if name != "g_total"
     ),
     ("workspace.g_total", field("g_total", lambda x: x.repeat(1, 1, 2)[..., ::2])),
+    # addresses
+    *((name, argument(name, misaligned)) for name in ("do", "v", "dfinal_state")),
+    *((f"workspace.{name}", field(name, misaligned)) for name in FIELDS),
     # devices
     *((name, argument(name, meta)) for name in TENSORS if name != "do"),
     *((f"workspace.{name}", field(name, meta)) for name in FIELDS),

@@ -113,6 +113,7 @@ def measured(**changes) -> report.Measured:
             "for ever",
         ),  # one warpgroup keeps the 128 that another waits for
         ({"roles": (40, 112, 112, 256)}, "for ever"),
+        ({"registers": 120}, "for ever"),  # the pool is what the launch took
     ),
 )
 def test_a_broken_budget_is_reported(monkeypatch, capsys, changes, word):

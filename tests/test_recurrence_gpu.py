@@ -476,6 +476,25 @@ def test_more_sequences_than_a_grid_dimension_holds():
         assert torch.equal(grads.dinitial_state[rows], alone.dinitial_state)
 
 
+def test_contradictory_offsets_add_up_without_overflow():
+    """65,541 sequences that all claim the whole batch: 2^31 tiles before the last one."""
+    T, N, H = 1 << 20, 65_541, 1
+    tiles = T // CHUNK
+    wide = [torch.zeros(H, tiles, CHUNK, 128, device=DEVICE) for _ in range(4)]
+    square = torch.zeros(H, tiles, CHUNK, CHUNK, device=DEVICE, dtype=torch.bfloat16)
+    states = torch.zeros(H, tiles, 128, 128, device=DEVICE, dtype=torch.bfloat16)
+    g_total = torch.ones(H, tiles, 128, device=DEVICE)
+    workspace = Workspace(*wide, g_total, square, square, states)
+    do = torch.zeros(T, H, 128, device=DEVICE, dtype=torch.bfloat16)
+    offsets = torch.zeros(N + 1, device=DEVICE, dtype=torch.int32)
+    offsets[1::2] = T
+    grads = kda_cute.bwd_recurrence(do, do, do[..., 0].clone(), workspace, cu_seqlens=offsets)
+    torch.cuda.synchronize()
+    assert not grads.dinitial_state.any()  # from zeros only zeros, wherever a walk went
+    case = make_case(lengths=THREE)
+    case.check(case.run(), "tf32")
+
+
 def test_accuracy_does_not_drift_over_a_long_sequence():
     """Every gradient per token. The parameter sums are left out: with weak decays the errors of a
     chunk's 16 tokens are alike, so a sum over 20,001 tokens gathers them faster than the 2-norm of

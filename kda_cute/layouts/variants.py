@@ -33,10 +33,9 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
     The roles are a producer and a store warp, which copy, and value, key and pair warps. A chunk's
     steps are load (producer), solve (value: dvc and U), contract (key, pair: products over v), mix
     (key, pair: products over tokens; the outputs are staged in the bytes of kd, qd, kr and ki) and
-    store (copies out of those bytes). The roles work on different chunks at the same time. So
-    whatever is prefetched, stored or crosses between value warps and others is live in every step;
-    only the small matrices that key and pair warps make and read have a shorter life. They have two
-    stages because those warps, too, are up to a chunk apart.
+    store (copies out of those bytes). The roles work on different chunks at the same time: while one
+    mixes, others solve the next chunk and load the one after. So every tile is live in every step,
+    and none may share bytes with another; a kernel whose warps stay on one chunk can say more.
     """
     tf32 = precision == "tf32"
     stages = 2 if tf32 else 3
@@ -48,7 +47,7 @@ def bwd_recurrence_tiles(wide: Layout, precision: str) -> list[Tile]:
         return Tile(name, (rows, 128), dtype, layout)
 
     def small(name: str, shape: tuple[int, int], layout: Layout) -> Tile:
-        return Tile(name, shape, "f32", layout, stages=2, first="contract", last="mix")
+        return Tile(name, shape, "f32", layout, stages=2)
 
     return [
         *(Tile(name, (16, 128), "f32", wide, stages=stages) for name in ("kd", "qd", "kr", "ki")),

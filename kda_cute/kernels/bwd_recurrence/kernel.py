@@ -151,7 +151,7 @@ class BwdRecurrence:
 
     @cute.jit
     def consumer_walk(self, m: Gmem, base, bars):
-        """The walk of a value or key warp, its tail cleared."""
+        """The walk of a value, key or pair warp, its tail cleared."""
         walk = self.find_sequence(m)
         if walk.tiles > 0:
             if walk.tail < C:
@@ -169,10 +169,12 @@ class BwdRecurrence:
             first = clamp(m.cu_seqlens[n], T)
             last = clamp(m.cu_seqlens[n + 1], T)
             before = Int32(0)
-            for i in cutlass.range(cute.arch.lane_idx(), n, 32, unroll=1):
+            for i in cutlass.range(cute.arch.lane_idx(), n, 32, unroll=4):
                 length = clamp(m.cu_seqlens[i + 1], T) - clamp(m.cu_seqlens[i], T)
-                before = before + (cutlass.max(length, 0) + C - 1) // C
+                # Offsets that contradict each other may add up to anything: no overflow.
+                before = cutlass.min(before + (cutlass.max(length, 0) + C - 1) // C, all_tiles)
             tile = cute.arch.warp_reduction(before, lambda a, b: a + b)
+            tile = cutlass.min(tile, all_tiles)
         else:
             length = T // m.dinitial.shape[0]
             first = n * length
@@ -185,7 +187,7 @@ class BwdRecurrence:
 
     @cute.jit
     def zero_tail(self, walk: Walk, base, bars):
-        """Zero the rows past the sequence's end in the first stage; all value and key warps."""
+        """Zero the rows past the sequence's end in the first stage; all consumer warps."""
         cute.arch.mbarrier_wait(bars + Bar.FULL, 0)
         tid, _, _ = cute.arch.thread_idx()
         threads = 32 * CONSUMER_WARPS
