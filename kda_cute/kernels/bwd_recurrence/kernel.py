@@ -132,22 +132,21 @@ class BwdRecurrence:
             self.value.run(m, self.consumer_walk(m, base, bars), base, bars, warp)
 
     def init_barriers(self, bars):
+        warp = 32 if self.config.every_lane else 1  # arrivals of a warp
         with cute.arch.elect_one():
             for s in range(self.producer.stages):
-                cute.arch.mbarrier_init(bars + Bar.FULL + s, 2)  # the copies, and beta
-                cute.arch.mbarrier_init(bars + Bar.UPDATED + s, WARPS)
-                cute.arch.mbarrier_init(bars + Bar.STORED + s, 2 * WARPS)
+                cute.arch.mbarrier_init(bars + Bar.FULL + s, 1 + warp)  # the copies, and beta
+                cute.arch.mbarrier_init(bars + Bar.UPDATED + s, warp * WARPS)
+                cute.arch.mbarrier_init(bars + Bar.STORED + s, warp * 2 * WARPS)
                 cute.arch.mbarrier_init(bars + Bar.EMPTY + s, 1)
             cute.arch.mbarrier_init(bars + Bar.STATES_FULL, 1)
-            cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY, CONSUMER_WARPS)
-            cute.arch.mbarrier_init(bars + Bar.DVC_FULL, WARPS)
-            cute.arch.mbarrier_init(bars + Bar.U_FULL, WARPS)
-            cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, 2 * WARPS)
+            cute.arch.mbarrier_init(bars + Bar.STATES_EMPTY, warp * CONSUMER_WARPS)
+            cute.arch.mbarrier_init(bars + Bar.DVC_FULL, warp * WARPS)
+            cute.arch.mbarrier_init(bars + Bar.U_FULL, warp * WARPS)
+            cute.arch.mbarrier_init(bars + Bar.HAND_EMPTY, warp * 2 * WARPS)
             for s in range(2):
-                cute.arch.mbarrier_init(
-                    bars + Bar.SMALL_FULL + s, 3
-                )  # the warps of dM, dL, kd ki^T
-                cute.arch.mbarrier_init(bars + Bar.KEY_DONE + s, WARPS)
+                cute.arch.mbarrier_init(bars + Bar.SMALL_FULL + s, warp * 3)  # dM, dL, kd ki^T
+                cute.arch.mbarrier_init(bars + Bar.KEY_DONE + s, warp * WARPS)
 
     @cute.jit
     def consumer_walk(self, m: Gmem, base, bars):

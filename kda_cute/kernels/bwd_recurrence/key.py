@@ -20,7 +20,7 @@ from ...device.warp_mma import (
     unpack_bf16,
 )
 from .operands import N, Operands
-from .schedule import K_BLOCKS, Bar, Slot, Walk
+from .schedule import K_BLOCKS, Bar, Slot, Walk, arrive
 
 
 class KeyRole(Operands):
@@ -35,11 +35,11 @@ class KeyRole(Operands):
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             dkd, sums = self.contract_states(base, warp, lane)
-            self.arrive(bars + Bar.HAND_EMPTY, bars + Bar.STATES_EMPTY)
+            arrive(self.config, bars + Bar.HAND_EMPTY, bars + Bar.STATES_EMPTY)
             self.publish_sums(sums, base, slot, warp, lane)
             cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL + slot.small, slot.lap)
             dki = self.mix(dkd, base, slot, warp, lane)
-            self.arrive(bars + Bar.KEY_DONE + slot.small)
+            arrive(self.config, bars + Bar.KEY_DONE + slot.small)
             cute.arch.mbarrier_wait(bars + Bar.UPDATED + slot.stage, slot.turn)
             self.stage_output("dkd", dkd, base, slot, warp, lane)
             self.stage_output("dki", dki, base, slot, warp, lane)

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import block_a, pairs_along_columns, store_pair
-from .schedule import OUTPUT_BYTES, WARPS, Bar, D
+from .schedule import OUTPUT_BYTES, WARPS, Bar, D, arrive
 
 N = D // 8 // WARPS  # column tiles of 8 that a warp owns
 
@@ -45,18 +45,7 @@ class Operands:
             for half in range(2):
                 store_pair(view, half, N * warp + n, [acc[(e, half), 0, n] for e in range(2)])
 
-    @staticmethod
-    def arrive_stored(bars, slot):
+    def arrive_stored(self, bars, slot):
         """This warp's outputs are staged, also for the copy engine."""
         cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(bars + Bar.STORED + slot.stage)
-
-    @staticmethod
-    def arrive(*bars):
-        """One arrival of this warp at each barrier."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for bar in bars:
-                cute.arch.mbarrier_arrive(bar)
+        arrive(self.config, bars + Bar.STORED + slot.stage)

@@ -32,6 +32,7 @@ from .schedule import (
     Gmem,
     Slot,
     Walk,
+    arrive,
 )
 
 
@@ -49,21 +50,21 @@ class PairRole(Operands):
             F = self.mma.accumulators(1, 2)
             if warp == GRAM_WARP:
                 self.gram(F, base, slot, lane)
-                self.arrive(bars + Bar.SMALL_FULL + slot.small)
+                arrive(self.config, bars + Bar.SMALL_FULL + slot.small)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             dqd = self.do_states(base, slot, warp, lane)
-            self.arrive(bars + Bar.STATES_EMPTY)
+            arrive(self.config, bars + Bar.STATES_EMPTY)
             cute.arch.mbarrier_wait(bars + Bar.DVC_FULL, it & 1)
             self.store_dv(m, base, walk.token + t * C, walk.h, rows)
             cute.arch.mbarrier_wait(bars + Bar.U_FULL, it & 1)
             if warp == DM_WARP:
                 self.make_dM(base, slot, lane)
-                self.arrive(bars + Bar.SMALL_FULL + slot.small)
+                arrive(self.config, bars + Bar.SMALL_FULL + slot.small)
             if warp == DL_WARP:
                 self.make_dL(base, slot, lane)
-                self.arrive(bars + Bar.SMALL_FULL + slot.small)
+                arrive(self.config, bars + Bar.SMALL_FULL + slot.small)
             dkr = self.u_dS(base, warp, lane)
-            self.arrive(bars + Bar.HAND_EMPTY)
+            arrive(self.config, bars + Bar.HAND_EMPTY)
             tile = Int64(walk.tile + t)
             cute.arch.mbarrier_wait(bars + Bar.SMALL_FULL + slot.small, slot.lap)
             if warp == GRAM_WARP:

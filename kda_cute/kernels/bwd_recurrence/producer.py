@@ -7,14 +7,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from .schedule import OUTPUT_BYTES, Bar, C, D, Gmem, Tma, Walk
+from .schedule import OUTPUT_BYTES, Bar, C, D, Gmem, Tma, Walk, arrive
 
 
 class ProducerRole:
     """Code of the producer warp."""
 
     def __init__(self, config, plan):
-        self.plan = plan
+        self.config, self.plan = config, plan
         self.stages = plan["kd"].stages
 
     @cute.jit
@@ -26,9 +26,7 @@ class ProducerRole:
             cute.arch.mbarrier_wait(bars + Bar.EMPTY + s, (it // self.stages & 1) ^ 1)
             self.copy_chunk(m, walk, base, bars + Bar.FULL + s, s, t, tma_do, tma_v)
             self.write_beta(m, walk, base, s, t)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bars + Bar.FULL + s)
+            arrive(self.config, bars + Bar.FULL + s)
             cute.arch.mbarrier_wait(bars + Bar.STATES_EMPTY, (it & 1) ^ 1)
             self.copy_states(walk, base, bars + Bar.STATES_FULL, t, tma_s)
 

@@ -25,6 +25,8 @@ class Config:
 
     unroll: of loops over K_BLOCKS whose accumulators stay; longer code misses the instruction cache
     more often.
+    every_lane: all lanes of a warp arrive at a barrier, not one of them for all: slower, for race
+    checkers that don't follow a warp's own synchronisation.
     """
 
     precision: str = "tf32"
@@ -33,6 +35,7 @@ class Config:
     state_grad: str = "none"
     varlen: bool = False
     unroll: int = 2
+    every_lane: bool = False
 
 
 class Registers(NamedTuple):
@@ -61,6 +64,18 @@ class Bar(enum.IntEnum):
     # One for even and one for odd chunks: a warp may reach its wait after others went on to the next chunk.
     SMALL_FULL = 17  # pair -> key, pair: dM, dL; and kd, ki are no longer needed whole
     KEY_DONE = 19  # key -> pair: ki was read, rowsum_v(dS S) is there
+
+
+def arrive(config: Config, *bars):
+    """This warp's arrival at each barrier, after all its lanes came here."""
+    cute.arch.sync_warp()
+    if config.every_lane:
+        for bar in bars:
+            cute.arch.mbarrier_arrive(bar)
+    else:
+        with cute.arch.elect_one():
+            for bar in bars:
+                cute.arch.mbarrier_arrive(bar)
 
 
 # Outputs leave through the bytes of tiles that only their own role still reads; ki alone is read by both.

@@ -24,7 +24,7 @@ from ...device.warp_mma import (
     store_pair,
     unpack_bf16,
 )
-from .schedule import K_BLOCKS, WARPS, Bar, D, Gmem, Slot, Walk
+from .schedule import K_BLOCKS, WARPS, Bar, D, Gmem, Slot, Walk, arrive
 
 
 class ValueRole:
@@ -48,24 +48,18 @@ class ValueRole:
             cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
             dvc = self.make_dvc(X, base, slot, warp, lane)
             self.publish_dvc(dvc, base, slot, warp, lane)
-            self.arrive(bars + Bar.DVC_FULL)
+            arrive(self.config, bars + Bar.DVC_FULL)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
             kdS = self.times_states(base, slot, warp, lane)
-            self.arrive(bars + Bar.STATES_EMPTY)
+            arrive(self.config, bars + Bar.STATES_EMPTY)
             vs = self.minus_kd_states(kdS, base, slot, warp, lane)
             U = self.make_u(vs, base, slot, lane)
             self.publish_columns("U", U, base, warp, lane)
             self.publish_dbeta(dvc, vs, base, slot, warp, lane)
-            self.arrive(bars + Bar.U_FULL)
+            arrive(self.config, bars + Bar.U_FULL)
             self.update(X, dvc, base, slot, warp, lane)
-            self.arrive(bars + Bar.UPDATED + slot.stage)
+            arrive(self.config, bars + Bar.UPDATED + slot.stage)
         self.store_state_grad(m.dinitial[walk.n, walk.h, None, None], X, warp, lane)
-
-    @staticmethod
-    def arrive(bar):
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(bar)
 
     # ------------------------------------------------------------ global memory
     def state_pairs(self, state, warp, lane):
