@@ -11,7 +11,8 @@ import torch
 import kda_cute
 from kda_cute import compile as kernels
 from kda_cute import reference
-from perf import report, results, run, timing
+from kda_cute.workspace import Workspace
+from perf import report, results, run, sanitize, timing
 from perf.scalar_recurrence import ScalarConfig, scalar_recurrence, scalar_spec, smem_bytes
 from perf.shapes import (
     SHAPES,
@@ -467,3 +468,22 @@ def test_scalar_host_function_without_tokens_returns_the_final_gradient():
     assert torch.equal(grads.dinitial_state, final)
     with pytest.raises(ValueError, match="num_seqs"):
         scalar_recurrence(*run.make_inputs(SMALL, "cpu")[:4], num_seqs=2)
+
+
+# ---------------------------------------------------------------- sanitize
+@pytest.mark.parametrize("factor, code", ((1.0, 0), (0.0, 1), (float("nan"), 1)))
+def test_sanitize_holds_its_runs_against_the_reference(monkeypatch, capsys, factor, code):
+    """A stand-in that computes the reference, returns zeros, or NaN."""
+
+    def kernel(do, v, beta, *rest):
+        workspace, (last, offsets), out = rest[:8], rest[8:10], rest[10:]
+        grads = reference.bwd_recurrence(do, v, beta, Workspace(*workspace), last, offsets)
+        for to, x in zip(out, grads, strict=True):
+            to.copy_(x * factor)
+
+    asked = []
+    monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    monkeypatch.setattr(sanitize, "load", lambda *config: asked.append(config) or kernel)
+    assert sanitize.main(["--every-lane"]) == code
+    assert asked == [(p, x, True) for p in ("tf32", "bf16") for x in ("default", "padded")]
+    assert capsys.readouterr().out.count("ok" if code == 0 else "WRONG") == 4
