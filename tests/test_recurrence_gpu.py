@@ -496,13 +496,6 @@ def test_contradictory_offsets_add_up_without_overflow():
 
 
 def test_accuracy_does_not_drift_over_a_long_sequence():
-    """Every gradient per token. The parameter sums are left out: with weak decays the errors of a
-    chunk's 16 tokens are alike, so a sum over 20,001 tokens gathers them faster than the 2-norm of
-    its terms grows (3.2e-3 for dA_log; a CPU model that only rounds operands: 3.4e-3 at 6,001).
-    """
+    """Not met yet: dA_log was 3.2e-3 on an H200, against 2e-3; everything else was within."""
     case = make_case("weak+states", lengths=(20001,), H=1)
-    ref = reference.bwd_recurrence(*case.arguments())
-    compared = accuracy.compare(case.run(), ref, case.prepared, case.do, case.dfinal_state, "tf32")
-    sums = {name: compared.pop(name) for name in ("dA_log", "ddt_bias")}
-    assert not accuracy.failures(compared), accuracy.failures(compared)
-    assert all(c.error < 1e-2 for c in sums.values()), sums
+    case.check(case.run(), "tf32")

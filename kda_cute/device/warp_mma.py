@@ -13,7 +13,6 @@ that a lane's two k are neighbours in memory (one 8-byte load), and two D tiles 
 A operand without moving data.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, TFloat32
 from cutlass._mlir.dialects import llvm
@@ -282,19 +281,6 @@ def transposed_a(view):
     for s in range(2):
         for half in range(2):
             out += load_pair(view, s, half)
-    return out
-
-
-@cute.jit
-def select_half(pair, which: Int32):
-    """pair[which] of two bf16 B operands."""
-    out = cute.make_rmem_tensor(((2, 2), 1), BFloat16)
-    a, b, o = (
-        cute.recast_tensor(cute.make_tensor(x.iterator, cute.make_layout(4)), Int32)
-        for x in (*pair, out)
-    )
-    for i in cutlass.range_constexpr(2):
-        o[i] = b[i] if which == 1 else a[i]
     return out
 
 

@@ -31,7 +31,8 @@ have one.  Outputs are staged in the bytes of tiles that are no longer read.  Ba
 Rows past a sequence's end exist in its last chunk only, the first one walked: its tiles are zeroed
 in shared memory once, and everything after that is a full chunk.  The diagonal of dM multiplies
 unrounded fp32 values outside the tensor cores, so that the pair (i, i) cancels in dg; with bf16
-operands the products over tokens take kd, qd and ki in two parts, hi + lo, so that pairs (i, j) do.
+operands the products over tokens take kd, qd and ki in two parts, hi + lo, so that pairs (i, j) do
+(64 steps more than in the table).
 No atomics.  Shared-memory layouts come from `kda_cute.layouts`.
 """
 

@@ -12,7 +12,7 @@ from cutlass import Int32
 C, D = 16, 128  # tokens of a chunk; K = V
 K_BLOCKS = D // 16  # steps of 16 along K or V
 WARPS = 4  # in each role that computes: a warpgroup, so that it has its own register budget
-VALUE, KEY, PAIR = 0, 4, 8  # first warps of those roles
+KEY, PAIR = 4, 8  # first warps of those roles; value warps come before
 CONSUMER_WARPS, PRODUCER_WARP, STORE_WARP = 12, 12, 13
 THREADS = 512  # warps 14 and 15 only complete a warpgroup
 DM_WARP, DL_WARP, GRAM_WARP = 0, 1, 2  # pair warps with a small matrix to make
