@@ -1,0 +1,50 @@
+"""The tensors that travel between the stages of `chunk_kda` (level 2), chunks of 64 tokens.
+
+Per chunk and head, with gc the running sum of the gate inside the chunk, gT its value at the
+chunk's last valid token, b the activated beta, kn and qn the (normalised) keys and queries:
+
+    kd = kn exp(gc)     qd = scale qn exp(gc)     kr = kn exp(gT - gc)
+    L  = diag(b) tril(kn_i . kn_j exp(gc_i - gc_j), -1)         INV = (I + L)^-1
+    w  = INV diag(b) kd        u = INV diag(b) v        mqk = scale tril(qn_i . kn_j exp(gc_i - gc_j), -1)
+
+and then, S the state on entering the chunk,
+
+    U = u - w S        o = qd S + mqk U + diag(qk) U        S' = exp(gT) S + kr^T U
+
+A sequence owns ceil(len / 64) consecutive slots, the first one number cu_seqlens[n] // 64 + n
+(`first_slot`): slots of different sequences never meet, whatever the lengths, and nobody has to sum
+up the sequences before. Dense batches number theirs without gaps. Slots that no chunk owns are
+never written nor read.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+CHUNK = 64
+HEAD_DIM = 128
+
+
+class Factors(NamedTuple):
+    """What the transition leaves for the scan.  Rows past a sequence's end hold 0.
+
+    w, kr, qd, u  [slots, H, 64, 128] bf16
+    mqk           [slots, H, 64, 64]  bf16   strictly lower; the diagonal is qk
+    qk            [slots, H, 64]      fp32   scale * qn_i . kn_i
+    eg            [slots, H, 128]     fp32   exp(gT)
+    """
+
+    w: torch.Tensor
+    kr: torch.Tensor
+    qd: torch.Tensor
+    u: torch.Tensor
+    mqk: torch.Tensor
+    qk: torch.Tensor
+    eg: torch.Tensor
+
+
+def slot_count(T: int, N: int, packed: bool) -> int:
+    """Slots for N sequences of T tokens together: a bound for packed ones, exact for equal ones."""
+    if packed:
+        return T // CHUNK + N
+    return N * -(-(T // N) // CHUNK) if N else 0
