@@ -8,7 +8,8 @@ per key channel and a step b per token:
 Tokens are packed, [T, H, 128]: one sequence, `num_seqs` equal ones, or those that cu_seqlens
 bounds; a length may be 0. The functions run on any device, in the dtype of their inputs or the one
 asked for; pass dtype=torch.float64 for an oracle. `token_recurrence` and `chunk_forward` take any
-head dimensions and are differentiable by autograd.
+head dimensions and are differentiable by autograd; so is `scan_forward`, the fast one.
+`chunk_kda` is the whole of level 2, batched and with its dtypes and state layouts, on top of it.
 
 The stages around the recurrence, `prepare` and `finish`, are in prepare.py, the gates in gates.py;
 all are re-exported here.
@@ -17,9 +18,11 @@ all are re-exported here.
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from .gates import gate, l2norm
 from .prepare import Gradients, Prepared, finish, prepare
+from .problem import Problem
 from .varlen import from_tiles, sequence_lengths, tile_map, to_tiles
 from .workspace import CHUNK, RecurrenceGrads, Workspace
 
@@ -30,9 +33,11 @@ __all__ = [
     "Workspace",
     "bwd_recurrence",
     "chunk_forward",
+    "chunk_kda",
     "finish",
     "gate",
     "prepare",
+    "scan_forward",
     "token_recurrence",
 ]
 
@@ -66,6 +71,7 @@ def token_recurrence(
     initial_state=None    [N, H, V, K], None is 0
     use_qk_l2norm=True    q, k / sqrt(sum of squares + 1e-6) first
     use_beta_sigmoid=True beta holds logits
+    beta_scale=1.0        multiplies b, after the sigmoid if any
     gate="log", A_log=None [H], dt_bias=None [H, K], lower_bound=-5.0   see gates.gate
     cu_seqlens=None [N+1], num_seqs=None   see varlen.sequence_lengths
     dtype=None            working dtype; None is that of the inputs
@@ -129,6 +135,7 @@ def _each_sequence(
     initial_state=None,
     use_qk_l2norm=True,
     use_beta_sigmoid=True,
+    beta_scale=1.0,
     gate="log",
     A_log=None,
     dt_bias=None,
@@ -147,7 +154,7 @@ def _each_sequence(
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-    b = torch.sigmoid(beta) if use_beta_sigmoid else beta
+    b = beta_scale * (torch.sigmoid(beta) if use_beta_sigmoid else beta)
     x = _Activated(q, k, v, _gate(g, A_log, dt_bias, lower_bound, gate), b)
 
     if initial_state is None:
@@ -182,6 +189,172 @@ def _chunk_step(q, k, v, g, b, state):
     to_end = (gc[..., -1:, :] - gc).exp()
     state = state * from_start[..., -1:, :] + U.mT @ (k * to_end)
     return o, state
+
+
+# ---------------------------------------------------------------- all sequences together
+SCAN_CHUNK = 64
+_GROUP_ROWS = 1 << 17  # token-heads in flight: 128 MiB for each [rows, 128] float64 temporary
+
+
+def scan_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    use_beta_sigmoid: bool = True,
+    beta_scale: float = 1.0,
+    gate: str = "log",
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    cu_seqlens: torch.Tensor | None = None,
+    num_seqs: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_recurrence` for long or many sequences: chunks of 64, all sequences step together.
+
+    Pairs inside a chunk are weighted by products of two exponentials that are both <= 1, so it is
+    exact for any gate.  Only a group of chunks is held at a time, also by autograd, which keeps the
+    state between groups and computes the rest again.
+    Options, results and errors as `token_recurrence`.
+    """
+    T, H, K = k.shape
+    V, dtype = v.shape[-1], dtype or v.dtype
+    lengths = sequence_lengths(cu_seqlens, num_seqs, T)
+    tiles = tile_map(lengths, SCAN_CHUNK, q.device)
+    scale = K**-0.5 if scale is None else scale
+    A_log, dt_bias = (None if x is None else x.to(dtype) for x in (A_log, dt_bias))
+
+    def group(valid, state, active, *raw):
+        """Chunks [n, 64, H, ..] of several steps, active[i] sequences in step i; longest first."""
+        mask = valid[..., None]
+        q, k, v, g = (torch.where(mask[..., None], x, 0.0).to(dtype) for x in raw[:-1])
+        beta = torch.where(mask, raw[-1], 0.0).to(dtype)
+        if use_qk_l2norm:
+            q, k = l2norm(q), l2norm(k)
+        g = torch.where(mask[..., None], _gate(g, A_log, dt_bias, lower_bound, gate), 0.0)
+        b = beta_scale * (torch.sigmoid(beta) if use_beta_sigmoid else beta)
+        x = (t.transpose(1, 2) for t in (q * scale, k, v, g, b))
+        return _scan_chunks(_Activated(*x), state, active)
+
+    counts = [end - start for start, end in zip(tiles.offsets, tiles.offsets[1:], strict=False)]
+    order = sorted(range(len(lengths)), key=counts.__getitem__, reverse=True)
+    seqs = torch.tensor(order, dtype=torch.int64, device=q.device)
+    active = [sum(c > step for c in counts) for step in range(max(counts, default=0))]
+    rows = torch.cat([seqs[:0], *(tiles.first_tile[seqs[:n]] + i for i, n in enumerate(active))])
+
+    if initial_state is None:
+        state = v.new_zeros(len(lengths), H, V, K, dtype=dtype)
+    else:
+        state = initial_state.to(dtype)[seqs]
+    groups = _groups(active, _GROUP_ROWS // (SCAN_CHUNK * max(H, 1)))
+    sizes = [sum(steps) for steps in groups]
+    outs = [v.new_zeros(0, SCAN_CHUNK, H, V, dtype=dtype)]
+    chunks = (tiles.valid[rows], *(x[tiles.token[rows]] for x in (q, k, v, g, beta)))
+    for steps, valid, *raw in zip(groups, *(x.split(sizes) for x in chunks), strict=True):
+        o, state = checkpoint(
+            group, valid, state, steps, *raw, use_reentrant=False, preserve_rng_state=False
+        )
+        outs.append(o)
+    o = torch.cat(outs)[rows.argsort()].flatten(0, 1)[tiles.slot]
+    return o, state[seqs.argsort()]
+
+
+def _groups(active: list[int], limit: int) -> list[list[int]]:
+    """Cut `active` into runs that sum to at most `limit`, or are one entry."""
+    groups: list[list[int]] = []
+    for n in active:
+        if groups and sum(groups[-1]) + n <= limit:
+            groups[-1].append(n)
+        else:
+            groups.append([n])
+    return groups
+
+
+def _scan_chunks(x: _Activated, state, active: list[int]):
+    """Consecutive steps: x [n, H, c, ..] with active[i] chunks in step i, state [N, H, V, K].
+
+    Sequence j has its chunk at place j of every step that it takes part in. Returns
+    o [n, c, H, V] and the state after the last step.
+    """
+    q, k, v, g, b = x
+    g_next = torch.cat([g[:, :, 1:], torch.zeros_like(g[:, :, :1])], 2)  # of the token after
+    from_start, to_end = g.cumsum(2).exp(), _cumsum_from_end(g_next).exp()
+    L = b[..., None] * _decayed_products(k, k, g, g_next).tril(-1)
+    wu = b[..., None] * torch.cat([k * from_start, v], -1)
+    wu = torch.linalg.solve_triangular(L, wu, upper=False, unitriangular=True)  # (I + L)^-1
+    w, u = wu.split([k.shape[-1], v.shape[-1]], -1)
+
+    states, Us, done = [], [], []
+    steps = (t.split(active) for t in (w, u, k * to_end, from_start[:, :, -1:]))
+    for w_t, u_t, kr, eg in zip(*steps, strict=True):
+        state, ended = state.split([len(w_t), len(state) - len(w_t)])
+        done.append(ended)
+        U = u_t - w_t @ state.mT
+        states.append(state)
+        Us.append(U)
+        state = state * eg + U.mT @ kr
+    o = (q * from_start) @ torch.cat(states).mT + _decayed_products(q, k, g, g_next) @ torch.cat(Us)
+    return o.transpose(1, 2), torch.cat([state, *reversed(done)])
+
+
+def _decayed_products(x, k, g, g_next):
+    """sum_d x_i k_j exp(g_{j+1} + .. + g_i) for j <= i, 0 above; [..., c, K] to [..., c, c], c a
+    power of 2.
+
+    Blocks double from single tokens, where the exponent is 0. Between the halves of a block it is
+    cut at the upper half's first token; both parts are sums of gates, never a difference of sums.
+    """
+    out = (x * k).sum(-1)[..., None, None]
+    for s in (2**n for n in range(k.shape[-2].bit_length() - 1)):
+
+        def half(t, upper, size=s):
+            return t.unflatten(-2, (-1, 2, size))[..., upper, :, :]
+
+        after_anchor = torch.cat(
+            [torch.zeros_like(half(g, 1)[..., :1, :]), half(g, 1)[..., 1:, :]], -2
+        )
+        left = half(x, 1) * after_anchor.cumsum(-2).exp()
+        right = half(k, 0) * _cumsum_from_end(half(g_next, 0)).exp()
+        lower, upper = out.unflatten(-3, (-1, 2)).unbind(-3)
+        top = torch.cat([lower, torch.zeros_like(lower)], -1)
+        out = torch.cat([top, torch.cat([left @ right.mT, upper], -1)], -2)
+    return out[..., 0, :, :]
+
+
+def _cumsum_from_end(x):
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def chunk_kda(p: Problem, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Level 2 by `scan_forward`: o [B, T, H, V] and the final state in p's layout, both in `dtype`.
+
+    Differentiable with respect to every tensor of p; reads cu_seqlens on the host.
+    """
+    state = p.initial_state
+    if state is not None and not p.state_v_first:
+        state = state.mT
+    o, state = scan_forward(
+        *(x.flatten(0, 1) for x in (p.q, p.k, p.v, p.g, p.beta)),
+        scale=p.scale,
+        initial_state=state,
+        use_qk_l2norm=p.l2norm,
+        use_beta_sigmoid=p.beta_sigmoid,
+        beta_scale=p.beta_scale,
+        gate=p.gate,
+        A_log=p.A_log,
+        dt_bias=p.dt_bias,
+        lower_bound=p.lower_bound,
+        cu_seqlens=p.cu_seqlens,
+        num_seqs=p.num_seqs,
+        dtype=dtype,
+    )
+    return o.view(p.v.shape), state if p.state_v_first else state.mT
 
 
 @torch.no_grad()

@@ -46,6 +46,26 @@ class MatrixRows:
             pointer = self.pointer + _pieces(row_step * self.row_pitch + chunk_step * CHUNK)
         return cute.make_tensor(pointer, cute.make_layout(((8, 1), 1)))
 
+    def shift(self, nbytes):
+        """Move to a tile of the same shape and layout, nbytes (a multiple of 16) further on."""
+        self.pointer = self.pointer + _pieces(nbytes // 2)
+
+    def piece_pointer(self, row_step=0, chunk_step=0):
+        """Pointer to the lane's 8 elements themselves."""
+        return self._at(row_step, chunk_step).iterator
+
+    def load_piece(self, chunk_step=0):
+        """The lane's 8 elements, by an ordinary load."""
+        piece = cute.make_rmem_tensor((CHUNK,), BFloat16)
+        source = self.piece_pointer(0, chunk_step)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(CHUNK)), piece)
+        return piece
+
+    def store_piece(self, piece, chunk_step=0):
+        """The reverse of `load_piece`."""
+        target = self.piece_pointer(0, chunk_step)
+        cute.autovec_copy(piece, cute.make_tensor(target, cute.make_layout(CHUNK)))
+
     def load(self, row_step=0, chunk_step=0, *, transpose=False):
         """ldmatrix.x4: 8 bf16 registers' worth, lane l naming row l % 8 of matrix l // 8."""
         fragment = cute.make_rmem_tensor((8,), BFloat16)

@@ -132,6 +132,12 @@ class WarpMma:
 
 
 # ---------------------------------------------------------------- registers
+@cute.jit
+def select(condition, yes, no):
+    """yes where the condition holds, else no; for code that is not rewritten while tracing."""
+    return yes if condition else no
+
+
 def bits(x):
     """The 32 bits of a Float32."""
     word = cute.make_rmem_tensor((1,), Float32)

@@ -20,7 +20,7 @@ class Family:
     """The plans of one kernel: its steps, a builder of tiles, named layouts, and precisions."""
 
     steps: tuple[str, ...]
-    tiles: Callable[[Layout, str], list[Tile]]  # (layout of the wide fp32 tiles, precision)
+    tiles: Callable[..., list[Tile]]  # (layout of the wide tiles, precision, **options)
     layouts: Mapping[str, Layout]
     precisions: tuple[str, ...]
 
@@ -75,16 +75,76 @@ BWD_RECURRENCE = Family(
     precisions=("tf32", "bf16"),
 )
 
-FAMILIES: dict[str, Family] = {"bwd_recurrence": BWD_RECURRENCE}
+
+def scan_tiles(wide: Layout, precision: str, *, groups: int = 2, save: bool = True) -> list[Tile]:
+    """Tiles of one chunk of 64 tokens, K = V = 128, for `groups` warpgroups of 64 columns v each.
+
+    A warpgroup has its own stage of the tiles that are cut along V: stage s of the chunk is stage
+    groups * s + g of u, and o and states have no more stages than that. The producer is chunks ahead
+    of the consumers, so every tile is live in every step.
+    """
+    stages = 2 if groups == 2 else 3
+    dense = Dense()
+    tiles = [
+        *(Tile(name, (64, 128), "bf16", wide, stages=stages) for name in ("w", "kr", "qd")),
+        Tile("mqk", (64, 64), "bf16", wide, stages=stages),
+        Tile("u", (64, 64), "bf16", wide, stages=stages * groups),  # [token, v]
+        Tile("qk", (1, 64), "f32", dense, stages=stages),
+        Tile("eg", (1, 128), "f32", dense, stages=stages),
+        Tile("o", (64, 64), "bf16", wide, stages=groups),  # [token, v]
+        Tile("barriers", (1, 2 * stages), "i64", dense),
+    ]
+    if save:
+        tiles.append(Tile("states", (64, 128), "bf16", wide, stages=groups))  # [v, K]
+    return tiles
+
+
+SCAN = Family(
+    steps=("load", "multiply", "store"),
+    tiles=scan_tiles,
+    layouts={"default": Swizzle128()},
+    precisions=("bf16",),
+)
+
+def transition_tiles(wide: Layout, precision: str) -> list[Tile]:
+    """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of gc.
+
+    k, q and v change their meaning in place (kd then w, qd, u), and so does L (X).
+    """
+    swizzle, dense = Swizzle128(), Dense()
+    return [
+        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("k", "q", "v")),
+        Tile("gc", (64, 128), "f32", wide, first="gate", last="gather"),
+        Tile("kr", (64, 128), "bf16", swizzle, first="invert"),
+        Tile("A", (64, 64), "bf16", swizzle, first="publish"),
+        Tile("L", (64, 64), "f32", RowPadded(72), first="gate", last="publish"),
+        Tile("mqk", (64, 64), "bf16", swizzle, first="gate"),
+        Tile("totals", (4, 128), "f32", dense, first="gate", last="gate"),
+        Tile("rows", (3, 64), "f32", dense, first="gate", last="publish"),  # of k, of q, b
+        Tile("barriers", (1, 2), "i64", dense),
+    ]
+
+
+TRANSITION = Family(
+    steps=("load", "gate", "pairs", "gather", "invert", "publish", "multiply", "store"),
+    tiles=transition_tiles,
+    layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136)},
+    precisions=("bf16",),
+)
+
+FAMILIES: dict[str, Family] = {"bwd_recurrence": BWD_RECURRENCE, "scan": SCAN, "transition": TRANSITION}
 
 
 @functools.cache
-def plan(kernel: str, layout: str, precision: str) -> Plan:
-    """The plan of a kernel. ValueError names an unknown argument and lists the choices."""
+def plan(kernel: str, layout: str, precision: str, **options) -> Plan:
+    """The plan of a kernel; options: those of its builder of tiles. ValueError names an unknown
+    argument and lists the choices.
+    """
     family = FAMILIES[_choice("kernel", kernel, FAMILIES)]
     wide = family.layouts[_choice("layout", layout, family.layouts)]
     _choice("precision", precision, family.precisions)
-    return Plan.build(f"{kernel}/{layout}/{precision}", family.steps, family.tiles(wide, precision))
+    name = "/".join([kernel, layout, precision, *(f"{k}={v}" for k, v in options.items())])
+    return Plan.build(name, family.steps, family.tiles(wide, precision, **options))
 
 
 def kernels() -> tuple[str, ...]:

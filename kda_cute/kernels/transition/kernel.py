@@ -1,0 +1,314 @@
+"""What each chunk of 64 tokens does to the state, as factors (see `kda_cute.factors`), K = V = 128.
+
+One CTA makes the factors of one (chunk, head), in steps:
+
+    load      TMA: k, q, v; the gate by ordinary loads
+    gate      gc = cumsum of the gate in log2 (fp32), eg = exp(gT), b, norms of k and q
+    pairs     L = b tril(kn_i . kn_j e^(gc_i - gc_j), -1) and mqk: mma.sync, dyadic factors
+    gather    the warps that make tiles take gc to registers
+    invert    warps 0-3: X = (I + L)^-1 in tf32; warps 4-7: kd = kn e^gc, qd = scale qn e^gc,
+              kr = kn e^(gT - gc)
+    publish   A = X diag(b) in bf16
+    multiply  wgmma: w = A kd (warpgroup 0), u = A v (warpgroup 1)
+    store     TMA: w, u, kr, qd, mqk
+
+Two CTAs fit an SM, so that one computes while the other waits.  Tiles change their meaning in place:
+k becomes kd and then w, q becomes qd, v becomes u, L becomes X; kr and A take the bytes of gc.  Rows
+past the sequence's end are zeroed in shared memory as they arrive.
+"""
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device import tma
+from ...device import warpgroup as wg
+from ...device.matrix_rows import MatrixRows
+from ...device.warp_mma import packed_bf16
+from ...layouts.variants import plan
+from .gate import Gate
+from .inverse import Inverse
+from .pairs import Pairs
+from .schedule import GROUP, THREADS, Bar, C, Chunk, Config, D, Gmem, NamedBar, Options
+
+
+class Copies(NamedTuple):
+    """Tensor copies, by the tensor at their other end."""
+
+    k: tma.Tma
+    q: tma.Tma
+    v: tma.Tma
+    w: tma.Tma
+    u: tma.Tma
+    kr: tma.Tma
+    qd: tma.Tma
+    mqk: tma.Tma
+
+
+class Transition:
+    """The kernel for one `Config`."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.plan = plan("transition", config.layout, "bf16")
+        self.gate = Gate(config, self.plan)
+        self.pairs, self.inverse = Pairs(config, self.plan), Inverse(config, self.plan)
+
+    # ------------------------------------------------------------ launch
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
+        A_log, dt_bias, cu_seqlens,
+        w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, u: cute.Tensor, mqk: cute.Tensor,
+        qk: cute.Tensor, eg: cute.Tensor,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        m = Gmem(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, w, kr, qd, u, mqk, qk, eg)
+        options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
+        tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
+        chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
+        tiles = {"w": "k", "u": "v", "kr": "kr", "qd": "q", "mqk": "mqk"}
+        copies = Copies(
+            *(tma.make_load(tokens(getattr(m, name)), self.plan[name]) for name in ("k", "q", "v")),
+            *(
+                tma.make_store(chunks(getattr(m, name)), self.plan[tile])
+                for name, tile in tiles.items()
+            ),
+        )
+        self.kernel(m, copies, options).launch(
+            grid=(w.shape[0] * q.shape[2], 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,  # percent; the default asks a driver while compiling
+        )
+
+    @cute.kernel
+    def kernel(self, m: Gmem, copies: Copies, options: Options):
+        base = cutlass.memory.SmemAllocator().allocate(self.plan.total_bytes, 1024)
+        bars = self.plan["barriers"].view(base).iterator
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        at = self.find_chunk(m)
+        if at.rows > 0:
+            if warp == 0:
+                with cute.arch.elect_one():
+                    for bar in Bar:
+                        cute.arch.mbarrier_init(bars + bar, 1)
+                cute.arch.mbarrier_init_fence()
+                self.load(copies, at, base, bars)
+            self.run(m, copies, options, at, base, bars, warp)
+
+    def load(self, copies, at, base, bars):
+        """Issue the copies of k and q, and of v."""
+        nbytes = self.plan["k"].copy_bytes
+        for bar, names in ((Bar.QK, ("k", "q")), (Bar.V, ("v",))):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + bar, len(names) * nbytes)
+            for name in names:
+                copy = getattr(copies, name)
+                tokens = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
+                block = cute.local_tile(tokens, (C, D), (0, 0))
+                tma.load(copy, block, self.plan[name].view(base), bars + bar)
+
+    @cute.jit
+    def run(self, m: Gmem, copies: Copies, o: Options, at: Chunk, base, bars, warp: Int32):
+        """The steps."""
+        tid, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        self.gate.activate_beta(m, at, base, tid, o)
+        self.clear(base, tid)
+        self.gate.accumulate(m, at, base, tid, o.lower_bound)
+        cute.arch.mbarrier_wait(bars + Bar.QK, 0)
+        if at.rows < C:
+            cute.arch.mbarrier_wait(bars + Bar.V, 0)
+            self.zero_tail(at, base, tid)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+        self.gate.norms(m, at, base, tid, o)
+        cute.arch.sync_threads()  # gc, b, norms
+        self.pairs.run(base, warp, lane)
+        cute.arch.fence_view_async_shared()  # mqk leaves by TMA
+        cute.arch.sync_threads()  # L, mqk; k, q and gc were read
+        if warp < 4:
+            self.inverse.run(base, warp, lane)
+        else:
+            self.gate.make_tiles(base, tid - GROUP)
+            cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()  # X, kd, qd, kr; gc is free
+        if warp == 7:
+            for name, tile in (("kr", "kr"), ("qd", "q"), ("mqk", "mqk")):
+                self.store(getattr(copies, name), self.plan[tile], at, base)
+            cute.arch.cp_async_bulk_commit_group()
+        self.publish(base, tid)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()  # A
+        if warp < 4:
+            self.multiply("k", copies.w, at, base, warp, tid)
+        else:
+            cute.arch.mbarrier_wait(bars + Bar.V, 0)
+            self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    # ------------------------------------------------------------ steps
+    def clear(self, base, tid):
+        """Zero L and mqk: only their strictly lower halves are written."""
+        for name in ("L", "mqk"):
+            tile = self.plan[name]
+            vectors = tile.nbytes // 16
+            flat = cute.make_tensor(
+                cute.recast_ptr(tile.pointer(base), dtype=Float32),
+                cute.make_layout((4, vectors), stride=(1, 4)),
+            )
+            zero = cute.make_rmem_tensor((4,), Float32)
+            zero.fill(0.0)
+            for i in range(vectors // THREADS):
+                cute.autovec_copy(zero, flat[None, tid + i * THREADS])
+            self.clear_rest(flat, zero, tid, vectors)
+
+    @cute.jit
+    def clear_rest(self, flat: cute.Tensor, zero: cute.Tensor, tid: Int32, vectors: cutlass.Constexpr):
+        if const_expr(vectors % THREADS != 0):
+            at = vectors // THREADS * THREADS + tid
+            if at < vectors:
+                cute.autovec_copy(zero, flat[None, at])
+
+    @cute.jit
+    def zero_tail(self, at: Chunk, base, tid: Int32):
+        """Rows past the sequence's end hold another sequence's tokens, or anything."""
+        for i in cutlass.range(at.rows * D + tid, C * D, THREADS, unroll=1):
+            self.zero(base, i // D, i % D)
+
+    def zero(self, base, row, col):
+        for name in ("k", "q", "v"):
+            self.plan[name].view(base)[row, col] = BFloat16(0)
+
+    def publish(self, base, tid):
+        """A = X diag(b) in bf16; a thread has a quarter of a row."""
+        row, part = tid // 4, tid % 4
+        X, b = self.plan["L"].view(base), self.plan["rows"].view(base)
+        out = MatrixRows(self.plan["A"], base, 0, row, 2 * part)
+        for j in range(2):
+            x, f = (
+                load_four(line, 4 * part + 2 * j) + load_four(line, 4 * part + 2 * j + 1)
+                for line in (X[row, None], b[2, None])
+            )
+            out.store_piece(packed_bf16([y * z for y, z in zip(x, f, strict=True)]), j)
+
+    def multiply(self, name, copy, at, base, warp, tid):
+        """A times the tile `name`, into its place and out."""
+        tile = self.plan[name]
+        mma = wg.tiled_mma("K", "MN", D)
+        acc = wg.accumulator(mma, C, D)
+        a = wg.operand_a(mma, tid, self.plan["A"].view(base))
+        b = wg.operand_b(mma, tid, tile.view(base, transposed=True))
+        wg.gemm(mma, acc, a, b)
+        warpgroup.wait_group(0)
+        rounded = cute.make_rmem_tensor(acc.shape, BFloat16)
+        rounded.store(acc.load().to(BFloat16))
+        bar = NamedBar.PRODUCT + (name == "v")
+        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP)  # all four warps' products ended
+        wg.store_matrix(mma, tid, rounded, tile.view(base))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP)
+        self.store_from_first(copy, tile, at, base, warp)
+
+    @cute.jit
+    def store_from_first(self, copy: tma.Tma, tile: cutlass.Constexpr, at: Chunk, base, warp: Int32):
+        if warp == 0:
+            self.store(copy, tile, at, base)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def store(self, copy, tile, at, base):
+        block = cute.local_tile(copy.tensor[None, None, at.h, at.slot], tile.shape, (0, 0))
+        tma.store(copy, tile.view(base), block)
+
+    # ------------------------------------------------------------ which chunk
+    @cute.jit
+    def find_chunk(self, m: Gmem):
+        """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""
+        block, _, _ = cute.arch.block_idx()
+        T, H = m.q.shape[1], m.q.shape[2]
+        slot, h = block // H, block % H
+        b, token, rows = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.config.varlen):
+            n = self.find_sequence(m, slot)
+            first, last = clamp(m.cu_seqlens[n], T), clamp(m.cu_seqlens[n + 1], T)
+            chunk = slot - (first // C + n)
+            if chunk >= 0:
+                token = first + chunk * C
+                rows = cutlass.max(cutlass.min(last - token, C), 0)
+        else:
+            chunks = (T + C - 1) // C
+            b = slot // chunks
+            token = slot % chunks * C
+            rows = cutlass.min(T - token, C)
+        return Chunk(b, token, rows, slot, h)
+
+    @cute.jit
+    def find_sequence(self, m: Gmem, slot: Int32):
+        """The last sequence whose first slot is not past this one, by a 32-ary search."""
+        T, low, high = m.q.shape[1], Int32(0), Int32(m.cu_seqlens.shape[0] - 1)
+        lane = cute.arch.lane_idx()
+        while high - low > 1:
+            step = (high - low + 31) // 32
+            n = cutlass.min(low + lane * step, high - 1)
+            before = clamp(m.cu_seqlens[n], T) // C + n <= slot
+            count = cute.arch.popc(cute.arch.vote_ballot_sync(before))
+            low = cutlass.min(low + cutlass.max(count - 1, 0) * step, high - 1)
+            high = cutlass.min(low + step, high)
+        return low
+
+
+def clamp(x, top):
+    """x as Int32 within [0, top]."""
+    return cutlass.max(cutlass.min(Int32(x), top), 0)
+
+
+def load_four(line, index):
+    """Four fp32 values of a row, from 4 index on."""
+    four = cute.make_rmem_tensor((4,), Float32)
+    cute.autovec_copy(cute.local_tile(line, (4,), (index,)), four)
+    return [four[i] for i in range(4)]
+
+
+# ---------------------------------------------------------------- compile
+def trace(config: Config):
+    """(jit callable, fake arguments) for `compile.KernelSpec`: B, T, H, N, slots and the strides of
+    the callers' tensors are dynamic.
+    """
+    B, T, H, slots = (cute.sym_int() for _ in range(4))
+    types = {"bf16": BFloat16, "f32": Float32}
+
+    def strided(dtype, *shape):
+        pieces = 128 // dtype.width
+        stride = tuple(cute.sym_int64(divisibility=pieces) for _ in range(len(shape) - 1))
+        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
+
+    def compact(dtype, *shape):
+        order = tuple(reversed(range(len(shape))))
+        return cute.runtime.make_fake_compact_tensor(
+            dtype, shape, stride_order=order, assumed_align=16
+        )
+
+    beta_type = types[config.beta]
+    beta = cute.runtime.make_fake_tensor(
+        beta_type, (B, T, H), tuple(cute.sym_int64() for _ in range(3)), assumed_align=beta_type.width // 8
+    )
+    A_log = dt_bias = cu = None
+    if config.gate != "log":
+        A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
+    if config.varlen:
+        cu = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int(),), assumed_align=4)
+    tokens = [strided(BFloat16, B, T, H, D) for _ in range(3)]
+    wide = [compact(BFloat16, slots, H, C, D) for _ in range(4)]
+    arguments = (
+        *tokens, strided(types[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
+        *wide, compact(BFloat16, slots, H, C, C), compact(Float32, slots, H, C), compact(Float32, slots, H, D),
+        Float32(0), Float32(0), Float32(0), Int32(0), Int32(0),
+    )  # fmt: skip
+    return Transition(config), arguments
