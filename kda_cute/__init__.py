@@ -1,6 +1,7 @@
 """KDA (Kimi Delta Attention) training kernels for NVIDIA Hopper, in the CuTe Python DSL, as torch callables."""
 
 from .api import bwd_recurrence
+from .chunk import chunk_kda
 from .prepare import Gradients, Prepared, finish, prepare
 from .workspace import CHUNK, HEAD_DIM, RecurrenceGrads, Workspace
 
@@ -14,6 +15,7 @@ __all__ = [
     "RecurrenceGrads",
     "Workspace",
     "bwd_recurrence",
+    "chunk_kda",
     "finish",
     "prepare",
 ]

@@ -1,0 +1,133 @@
+"""Level 2's torch operators: one for the forward, one for the backward, each with both backends.
+
+They take the fields of a `Problem`, return lists of the tensors that were asked for, and hold no
+autograd of their own (autograd.py does). Both backends run on every device that they can.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from . import reference
+from .factors import HEAD_DIM, slot_count
+from .ops import library
+from .problem import Problem
+
+_PROBLEM = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float scale, str gate, float lower_bound, "
+    "bool l2norm, bool beta_sigmoid, float beta_scale, bool state_v_first, "
+    "bool output_final_state, bool save_states, str backend"
+)
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+library.define(f"chunk_kda_fwd({_PROBLEM}) -> Tensor[]", tags=_TAGS)
+library.define(
+    f"chunk_kda_bwd(Tensor? do, Tensor? dfinal_state, Tensor? states, bool[] wanted, {_PROBLEM})"
+    " -> Tensor[]",
+    tags=_TAGS,
+)
+# Positions of the tensors that have a gradient, in Problem and in `wanted`.
+DIFFERENTIABLE = 8
+_warned = False
+
+
+def chunk_states_shape(p: Problem) -> tuple[int, ...]:
+    """Shape of the saved states, one per chunk slot of factors.py."""
+    B, T, H, _ = p.q.shape
+    slots = slot_count(B * T, p.num_seqs, p.cu_seqlens is not None)
+    return (slots, H, HEAD_DIM, HEAD_DIM)
+
+
+def _outputs(p: Problem, backend: str) -> list[torch.Tensor]:
+    """Uninitialised o, then the final state and the chunks' states where they were asked for."""
+    out = [p.v.new_empty(p.v.shape)]
+    if p.output_final_state:
+        out.append(p.v.new_empty(p.state_shape(), dtype=torch.float32))
+    if p.save_states and backend == "kernels":
+        out.append(p.v.new_empty(chunk_states_shape(p), dtype=torch.bfloat16))
+    return out
+
+
+# ---------------------------------------------------------------- forward
+def _forward(*arguments) -> list[torch.Tensor]:
+    p, backend = Problem(*arguments[:-1]), arguments[-1]
+    if backend == "reference":
+        _not_captured(p, "backend='reference'")
+        out = _outputs(p, backend)
+        with torch.no_grad():
+            for to, value in zip(out, reference.chunk_kda(p), strict=False):
+                to.copy_(value)
+        return out
+    return [x for x in _kernels()(p) if x is not None]
+
+
+@functools.cache
+def _kernels() -> Callable[[Problem], tuple]:
+    from .forward import chunk_kda_fwd  # here: a call of the reference needs no DSL
+
+    return chunk_kda_fwd
+
+
+def _forward_fake(*arguments) -> list[torch.Tensor]:
+    return _outputs(Problem(*arguments[:-1]), arguments[-1])
+
+
+# ---------------------------------------------------------------- backward
+def _backward(do, dfinal_state, states, wanted, *arguments) -> list[torch.Tensor]:
+    p, backend = Problem(*arguments[:-1]), arguments[-1]
+    _not_captured(p, "the backward, which runs the reference,")
+    if backend == "kernels":
+        _warn_once()
+    leaves = [
+        x if x is None else x.detach().requires_grad_(want)
+        for x, want in zip(p[:DIFFERENTIABLE], wanted, strict=True)
+    ]
+    targets = [x for x, want in zip(leaves, wanted, strict=True) if want]
+    with torch.enable_grad():
+        results = reference.chunk_kda(Problem(*leaves, *p[DIFFERENTIABLE:]))
+    pairs = [
+        (y, dy.to(y.dtype))
+        for y, dy in zip(results, (do, dfinal_state), strict=True)
+        if dy is not None and y.requires_grad
+    ]
+    if not pairs:
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in targets]
+    outputs, upstream = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(
+        outputs, targets, upstream, allow_unused=True, materialize_grads=True
+    )
+    return [x.contiguous() for x in grads]
+
+
+def _backward_fake(do, dfinal_state, states, wanted, *arguments) -> list[torch.Tensor]:
+    tensors = zip(arguments[:DIFFERENTIABLE], wanted, strict=True)
+    return [x.new_empty(x.shape) for x, want in tensors if want]
+
+
+def _warn_once():
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "kda_cute.chunk_kda: the backward has no kernels yet and runs the float64 reference,"
+            " which is slow",
+            stacklevel=2,
+        )
+
+
+def _not_captured(p: Problem, what: str):
+    """The reference reads cu_seqlens on the host, and copies what it makes of the lengths there."""
+    if p.q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"chunk_kda: {what} can't be captured in a CUDA graph")
+
+
+for _name, _run, _fake in (
+    ("chunk_kda_fwd", _forward, _forward_fake),
+    ("chunk_kda_bwd", _backward, _backward_fake),
+):
+    library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kda_cute::{_name}", _fake, lib=library)
