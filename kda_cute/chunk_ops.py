@@ -32,6 +32,10 @@ library.define(
 )
 # Positions of the tensors that have a gradient, in Problem and in `wanted`.
 DIFFERENTIABLE = 8
+_PLAIN_DISPATCH = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
 _warned = False
 
 
@@ -87,11 +91,18 @@ def _backward(do, dfinal_state, states, wanted, *arguments) -> list[torch.Tensor
         for x, want in zip(p[:DIFFERENTIABLE], wanted, strict=True)
     ]
     targets = [x for x, want in zip(leaves, wanted, strict=True) if want]
-    with torch.enable_grad():
+    # Under a TorchDispatchMode an operator's body runs with autograd cut out.
+    with torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH), torch.enable_grad():
+        if not all(x.view_as(x).requires_grad for x in targets):
+            raise RuntimeError("chunk_kda: the backward needs autograd, which is off here")
         results = reference.chunk_kda(Problem(*leaves, *p[DIFFERENTIABLE:]))
+        return _gradients(results, (do, dfinal_state), targets)
+
+
+def _gradients(results, upstream, targets) -> list[torch.Tensor]:
     pairs = [
         (y, dy.to(y.dtype))
-        for y, dy in zip(results, (do, dfinal_state), strict=True)
+        for y, dy in zip(results, upstream, strict=True)
         if dy is not None and y.requires_grad
     ]
     if not pairs:

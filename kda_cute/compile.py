@@ -2,10 +2,10 @@
 
 This is the only module that calls ``cute.compile``.  A kernel is described by a `KernelSpec`; its
 frozen config is the whole key.  Object files live in one folder (``KDA_CUTE_CACHE``, else
-``~/.cache/kda_cute``) under a name that hashes config, architecture, kernel sources and the
-versions of the DSL and of tvm-ffi.  They are written under a lock and published by rename, with a
-manifest that holds their checksum, so that several processes may start cold at once and a damaged
-file is compiled again.  No GPU is needed to compile for a named architecture.
+``~/.cache/kda_cute``) under a name that hashes config, architecture, the sources that the kernel
+can see and the versions of the DSL and of tvm-ffi.  They are written under a lock and published by
+rename, with a manifest that holds their checksum, so that several processes may start cold at once
+and a damaged file is compiled again.  No GPU is needed to compile for a named architecture.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from typing import Any, NamedTuple
 ARCH = "sm_90a"
 DSL_VERSIONS = ("4.8.1",)
 PACKAGE = Path(__file__).resolve().parent
-SOURCE_FOLDERS = ("kernels", "device", "layouts")
+# What every kernel may import of the package, next to its own folder kernels/<name>.
+SHARED_SOURCES = ("kernels/*.py", "device/**/*.py", "layouts/**/*.py", "factors.py")
 
 
 class KernelSpec(NamedTuple):
     """What `load` needs to know of a kernel.
 
-    name: a C identifier, the function's name in the object file.  config: a frozen dataclass; its
-    repr is the key. trace: called only to compile; returns (jit callable, fake arguments without
-    the stream). sources: files outside the package's kernel folders whose text belongs to the key.
+    name: a C identifier, the function's name in the object file, and for a kernel of the package
+    its folder in kernels/.  config: a frozen dataclass; its repr is the key.  trace: called only to
+    compile; returns (jit callable, fake arguments without the stream).  sources: files whose text
+    belongs to the key, next to that folder and SHARED_SOURCES.
     """
 
     name: str
@@ -94,8 +96,24 @@ def dsl_version() -> str:
     return found
 
 
-def _source_files() -> list[Path]:
-    return sorted(p for folder in SOURCE_FOLDERS for p in (PACKAGE / folder).rglob("*.py"))
+def _digests() -> dict[str, str]:
+    """{path in the package: sha256} of every source that some kernel is compiled from."""
+    patterns = (*SHARED_SOURCES, "kernels/*/**/*.py")
+    files = sorted({path for pattern in patterns for path in PACKAGE.glob(pattern)})
+    return {
+        path.relative_to(PACKAGE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def _visible(digests: dict[str, str], name: str) -> dict[str, str]:
+    """Those that kernel `name` can see: all but the folders of other kernels."""
+
+    def folder(path: str) -> str | None:
+        parts = path.split("/")
+        return parts[1] if parts[0] == "kernels" and len(parts) > 2 else None
+
+    return {path: digest for path, digest in digests.items() if folder(path) in (None, name)}
 
 
 def _hash_files(files: list[Path]) -> str:
@@ -107,24 +125,29 @@ def _hash_files(files: list[Path]) -> str:
 
 
 # Taken when this module is imported, before any kernel module: what is in memory is what gets compiled.
-_SOURCES_AT_IMPORT = _hash_files(_source_files())
+_SOURCES_AT_IMPORT = _digests()
 
 
-def _check_sources_unchanged() -> None:
-    if _hash_files(_source_files()) != _SOURCES_AT_IMPORT:
-        raise CompileError(
-            "kernel sources changed on disk since kda_cute was imported; the DSL reads them again when it compiles, "
-            "so the result would mix two versions: start a new process"
-        )
+def _check_sources_unchanged(specs: Iterable[KernelSpec]) -> None:
+    now = _digests()
+    for name in {spec.name for spec in specs}:
+        if _visible(now, name) != _visible(_SOURCES_AT_IMPORT, name):
+            raise CompileError(
+                f"sources of kernel {name} changed on disk since kda_cute was imported; the DSL reads them again when "
+                "it compiles, so the result would mix two versions: start a new process"
+            )
 
 
 def cache_key(spec: KernelSpec, arch: str = ARCH) -> str:
-    """24 hex digits that change with config, architecture, sources and versions."""
+    """24 hex digits that change with config, architecture, visible sources and versions."""
+    seen = _visible(_SOURCES_AT_IMPORT, spec.name)
+    if not spec.sources and not any(path.startswith(f"kernels/{spec.name}/") for path in seen):
+        raise CompileError(f"kernel {spec.name} has no folder in kernels/, and names no sources")
     parts = (
         spec.name,
         repr(spec.config),
         arch,
-        _SOURCES_AT_IMPORT,
+        sorted(seen.items()),
         _hash_files([Path(s) for s in spec.sources]),
         dsl_version(),
         importlib.metadata.version("apache-tvm-ffi"),
@@ -189,7 +212,7 @@ def _publish(path: Path, text: bytes, suffix: str) -> None:
 
 def _compile(spec: KernelSpec, arch: str, path: Path) -> None:
     """Trace, compile and publish path (.o) and its manifest (.json)."""
-    _check_sources_unchanged()
+    _check_sources_unchanged([spec])
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read by the DSL when it is first imported
     import cutlass.cute as cute
 
@@ -268,7 +291,7 @@ def object_files(
             progress(spec)
     if not missing:
         return paths
-    _check_sources_unchanged()
+    _check_sources_unchanged(spec for spec, _ in missing)
     count = max(1, min(workers or os.cpu_count() or 1, len(missing)))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = {

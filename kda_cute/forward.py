@@ -77,9 +77,17 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
+def _kept_zeros(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float32).to(
+        device
+    )  # done on every stream when it returns
+
+
 def _zeros(device: torch.device, *shape: int) -> torch.Tensor:
     """Stands for a parameter that is not given; never written."""
-    return torch.zeros(shape, dtype=torch.float32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    return _kept_zeros(device, *shape)
 
 
 # ---------------------------------------------------------------- stages
@@ -93,12 +101,13 @@ def chunk_kda_fwd(
     """
     device = problem.q.device
     if device.index == torch.cuda.current_device():
-        return _forward(problem.for_kernels())
+        return run(problem.for_kernels())
     with torch.cuda.device(device):
-        return _forward(problem.for_kernels())
+        return run(problem.for_kernels())
 
 
-def _forward(p: Problem):
+def run(p: Problem, scan: Callable | None = None):
+    """The stages; `scan` stands for the kernel that the problem asks for."""
     B, T, H, D = p.q.shape
     N = p.num_seqs
     o = torch.empty_like(p.v, memory_format=torch.contiguous_format)
@@ -113,10 +122,9 @@ def _forward(p: Problem):
         return o, final, states
 
     factors = make_factors(p, slots)
-    groups = 1 if 2 * N * H <= _multiprocessors(o.device) else 2
     initial, v_first = p.initial_state, p.state_v_first
-    scan = _scan(
-        groups,
+    scan = scan or _scan(
+        1 if 2 * N * H <= _multiprocessors(o.device) else 2,
         p.cu_seqlens is not None,
         None if initial is None else initial.dtype,
         final is not None,
@@ -128,6 +136,7 @@ def _forward(p: Problem):
         low_words(p.cu_seqlens),
         o,
         states,
+        None if states is None else o.new_empty(slots, H, CHUNK, D),  # U
         final if final is None or v_first else final.mT,
     )
     return o, final, states

@@ -1,1 +1,1 @@
-"""Benchmarks: named shapes, event timing, results files, the scalar baseline."""
+"""Benchmarks: named shapes, timing, peers, results files, the scalar baseline."""

@@ -16,7 +16,7 @@ from typing import Any
 from kda_cute.layouts import audit
 from kda_cute.layouts.variants import plan
 from kda_cute.workspace import CHUNK
-from perf import results
+from perf import compare, results
 from perf.shapes import find_shape
 
 SMS = 132  # of an H200: more CTAs than that take turns
@@ -50,7 +50,8 @@ def tables(runs: Iterable[tuple[Path, dict[str, Any], list[str]]]) -> str:
             f"commit {made}, {run['date'][:10]} (`{path.name}`)."
         )
         rows = [row for row in run["rows"] if row["op"] in ops]
-        parts += [f"{where}\n\n{results.to_markdown(rows)}", layout_effects(rows)]
+        level_2 = dict.fromkeys(compare.OPS, compare.to_markdown)
+        parts += [f"{where}\n\n{results.to_markdown(rows, level_2)}", layout_effects(rows)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -4,8 +4,10 @@
 
 A timing row has `op`, `shape`, `provider`, `variant`, `median_us`, `p20_us`, `p80_us`, `bytes`,
 `flops`; a row that failed its correctness gate has no times (null) and `failed`, the tensors that
-were wrong.  An accuracy row has `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`,
-`provider`, and may have `variant` and `shape`.
+were wrong.  Where its times are sums over the kernels of a call, it may have `wall_us` (between
+events around the call) and `host_us` (until the call returns), both medians of eager calls.  An
+accuracy row has `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`, `provider`, and
+may have `variant` and `shape`.
 """
 
 import datetime
@@ -14,7 +16,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ FOLDER = Path(__file__).resolve().parent / "results"
 HEADER = ("gpu", "driver", "torch", "cutlass_dsl", "commit", "date")
 TIMING = ("op", "shape", "provider", "variant", "median_us", "p20_us", "p80_us", "bytes", "flops")
 ACCURACY = ("op", "regime", "tensor", "error", "tolerance", "provider")
-OPTIONAL = {TIMING: ("failed",), ACCURACY: ("variant", "shape")}
+OPTIONAL = {TIMING: ("failed", "wall_us", "host_us"), ACCURACY: ("variant", "shape")}
 
 
 # ---------------------------------------------------------------- rows
@@ -41,6 +43,8 @@ def timing_row(
     moved: int,
     flops: int,
     failed: Iterable[str] = (),
+    wall: Timing | None = None,
+    host: Timing | None = None,
 ) -> Row:
     """A timing row; without a timing it must say which tensors failed the gate."""
     failed = list(failed)
@@ -49,7 +53,10 @@ def timing_row(
     values = (None,) * 3 if timing is None else (timing.median, timing.p20, timing.p80)
     rounded = (None if x is None else round(x, 3) for x in values)
     row = dict(zip(TIMING, (op, shape, provider, variant, *rounded, moved, flops), strict=True))
-    return row | {"failed": failed} if failed else row
+    if failed:
+        return row | {"failed": failed}
+    more = {"wall_us": wall, "host_us": host}
+    return row | {name: round(t.median, 3) for name, t in more.items() if t is not None}
 
 
 def accuracy_row(
@@ -148,7 +155,8 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- tables
-def _table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
     head = list(head)
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -164,7 +172,8 @@ def fastest_scalar(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     return best
 
 
-def _us(value: float) -> str:
+def us(value: float) -> str:
+    """Microseconds as the tables show them."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -179,15 +188,15 @@ def _timing_table(rows: list[Row]) -> str:
         if row["median_us"] is None:
             line += [f"gate failed: {' '.join(row['failed'])}", ""]
         else:
-            line += [_us(row["median_us"]), f"{_us(row['p20_us'])} to {_us(row['p80_us'])}"]
-        line += [f"{row['bytes'] / 1e9:.3f}", _us(floor)]
+            line += [us(row["median_us"]), f"{us(row['p20_us'])} to {us(row['p80_us'])}"]
+        line += [f"{row['bytes'] / 1e9:.3f}", us(floor)]
         line.append("" if row["median_us"] is None else f"{row['median_us'] / floor:.2f}x")
         if scalar:
             base = scalar.get((row["op"], row["shape"]))
             known = base is not None and row["median_us"] is not None
             line.append(f"{base / row['median_us']:.1f}x" if known else "")
         body.append(line)
-    return _table(head, body)
+    return table(head, body)
 
 
 def _accuracy_table(rows: list[Row]) -> str:
@@ -200,11 +209,17 @@ def _accuracy_table(rows: list[Row]) -> str:
         cell = f"**{error}** of {row['tolerance']:g}" if wrong else error
         lines.setdefault(key, {})[row["tensor"]] = cell
     body = ([*key, *(cells.get(t, "") for t in tensors)] for key, cells in lines.items())
-    return _table(["regime", "shape", "provider", "variant", *tensors], body)
+    return table(["regime", "shape", "provider", "variant", *tensors], body)
 
 
-def to_markdown(rows: Iterable[Row]) -> str:
-    """A timing and an accuracy table for each op, in the order in which the rows come."""
+def to_markdown(
+    rows: Iterable[Row], timing_tables: Mapping[str, Callable[[list[Row]], str]] | None = None
+) -> str:
+    """A timing and an accuracy table for each op, in the order in which the rows come.
+
+    timing_tables: op -> what makes the table of its timing rows, for ops with one of their own.
+    """
+    make = timing_tables or {}
     rows = list(rows)
     parts = []
     for op in dict.fromkeys(row["op"] for row in rows):
@@ -212,7 +227,7 @@ def to_markdown(rows: Iterable[Row]) -> str:
         timed = [row for row in mine if is_timing(row)]
         checked = [row for row in mine if not is_timing(row)]
         if timed:
-            parts.append(f"`{op}`, kernel time:\n\n{_timing_table(timed)}")
+            parts.append(f"`{op}`, kernel time:\n\n{make.get(op, _timing_table)(timed)}")
         if checked:
             parts.append(f"`{op}`, relative error against float64:\n\n{_accuracy_table(checked)}")
     return "\n\n".join(parts)

@@ -1,10 +1,11 @@
 """Check, then time, this package's ops side by side with their baselines.
 
     python3 -m perf.run bwd_recurrence --shapes T8192_H96 --variants tf32/default,bf16/padded --scalar --out FILE.json
+    python3 -m perf.run chunk_kda_fwd --out FILE.json     all shapes, with cuDNN; --fla: with FLA, too
 
-Every candidate must first agree with the float64 reference on a few heads of the very tensors that
-are timed; one that doesn't is reported as failed, is never timed, and makes the exit code 1.  The
-profiler tells which kernels ran.
+Level 1 is in this module, level 2 in perf.chunk_kda.  Every candidate must first agree with the
+float64 reference on a few heads of the very tensors that are timed; one that doesn't is reported as
+failed, is never timed, and makes the exit code 1.  The profiler tells which kernels ran.
 """
 
 import argparse
@@ -18,9 +19,11 @@ from typing import NamedTuple
 
 import torch
 
+from kda_cute import compile as kernels
 from kda_cute import reference
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads, Workspace
-from perf import results
+from perf import chunk_kda, providers, results
+from perf.forms import some_heads
 from perf.shapes import (
     COPY_RATE,
     SHAPES,
@@ -112,11 +115,6 @@ def make_inputs(shape: Shape, device: str = "cuda", seed: int = 0) -> Inputs:
     )
     workspace = Workspace(*(t.contiguous() for t in prepared.workspace))
     return Inputs(do, v, beta, workspace, None, cu_seqlens, num_seqs)
-
-
-def some_heads(H: int) -> list[int]:
-    """First, middle and last head."""
-    return sorted({0, H // 2, H - 1})
 
 
 def head_inputs(inputs: Inputs, heads: Sequence[int]) -> Inputs:
@@ -354,25 +352,79 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="perf.run", description=__doc__.splitlines()[0])
+    ops = parser.add_subparsers(dest="op", required=True, metavar="OP")
+
+    def add(op: str, text: str, shapes: Sequence[str]) -> argparse.ArgumentParser:
+        made = ops.add_parser(op, help=text, description=text)
+        made.add_argument("--shapes", type=_words, default=list(shapes), help=", ".join(SHAPES))
+        made.add_argument("--repeats", type=int, default=20)
+        made.add_argument("--out", help="results file to write")
+        return made
+
+    one = add("bwd_recurrence", "the reverse recurrence of level 1", ["T8192_H96"])
+    one.add_argument("--variants", type=_words, default=["tf32/default", "bf16/default"])
+    one.add_argument("--scalar", action="store_true", help="with the scalar baseline")
+    one.add_argument("--scalar-repeats", type=int, default=3)
+
+    for op, text in (
+        ("chunk_kda_fwd", "the forward of chunk_kda"),
+        ("chunk_kda_bwd", "the backward of chunk_kda"),
+    ):
+        two = add(op, text, list(SHAPES))
+        two.add_argument("--forms", type=_words, default=["A", "B"], help="A, B: see perf.forms")
+        two.add_argument(
+            "--options",
+            type=_words,
+            default=list(providers.OPTIONS),
+            help="of this package: states kept for the backward, or nostates",
+        )
+        two.add_argument("--no-ours", action="store_true", help="peers only")
+        two.add_argument("--no-cudnn", action="store_true", help="without cuDNN's front end")
+        two.add_argument(
+            "--fla",
+            action="store_true",
+            help=f"with FLA, which tunes itself for minutes, on {', '.join(providers.FLA_SHAPES)}",
+        )
+        two.add_argument(
+            "--compile-only", action="store_true", help="compile what is missing; needs no GPU"
+        )
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="perf.run", description=__doc__.splitlines()[0])
-    parser.add_argument("op", choices=["bwd_recurrence"])
-    parser.add_argument("--shapes", type=_words, default=["T8192_H96"], help=", ".join(SHAPES))
-    parser.add_argument("--variants", type=_words, default=["tf32/default", "bf16/default"])
-    parser.add_argument("--scalar", action="store_true", help="with the scalar baseline")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scalar-repeats", type=int, default=3)
-    parser.add_argument("--out", help="results file to write")
+    parser = _parser()
     args = parser.parse_args(argv)
+    level_2 = args.op != "bwd_recurrence"
     try:
         shapes = [find_shape(name) for name in args.shapes]
-        candidates = package_candidates(args.variants, args.repeats)
+        if level_2:
+            _known("forms", args.forms, ("A", "B"))
+            _known("options", args.options, providers.OPTIONS)
+        else:
+            candidates = package_candidates(args.variants, args.repeats)
     except ValueError as error:
         parser.error(str(error))
+    if level_2 and not args.no_ours and args.op == "chunk_kda_fwd":
+        compile_forward(args.forms, args.options, shapes)
+    if level_2 and args.compile_only:
+        return 0
     if not torch.cuda.is_available():
         print("perf.run needs a CUDA device", file=sys.stderr)
         return 2
+    if level_2:
+        without = {"kda_cute": args.no_ours, "cudnn": args.no_cudnn, "fla": not args.fla}
+        return chunk_kda.run(
+            args.op,
+            shapes,
+            forms=args.forms,
+            options=args.options,
+            wanted=[name for name, left_out in without.items() if not left_out],
+            repeats=args.repeats,
+            out=args.out,
+        )
     if args.scalar:
         candidates += scalar_candidates(args.scalar_repeats)
 
@@ -389,6 +441,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out:
             results.write(args.out, rows)
     return 0 if all_passed else 1
+
+
+def _known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(f"{what} {','.join(names)!r}: expected some of {', '.join(known)}")
+
+
+def compile_forward(forms: Sequence[str], options: Sequence[str], shapes: Sequence[Shape]) -> None:
+    """Compile what the forward's kernels miss on these shapes, in parallel."""
+    started = time.perf_counter()
+    specs = providers.forward_specs(forms, options, shapes)
+    kernels.object_files(specs)
+    print(f"{len(specs)} kernels compiled or found in {time.perf_counter() - started:.1f} s")
 
 
 if __name__ == "__main__":

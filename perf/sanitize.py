@@ -1,10 +1,11 @@
-"""Run the level-1 kernel on a small ragged batch, for compute-sanitizer.
+"""Run the kernels on a small ragged batch, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --kernel-name kns=kda_cute python3 -m perf.sanitize
     compute-sanitizer --tool racecheck --kernel-name kns=kda_cute python3 -m perf.sanitize --every-lane
 
-Inputs are prepared on the CPU, so that only this package's kernels run under the tool. Each run is
-also held against the float64 reference. Exit code 1 when one is wrong.
+`--operator` runs one alone.  Inputs are prepared on the CPU, so that only this package's
+kernels run under the tool.  Each run is also held against the float64 reference.  Exit code 1 when
+one is wrong.
 """
 
 import argparse
@@ -15,9 +16,10 @@ import sys
 import torch
 
 from kda_cute import compile as kernel_compile
-from kda_cute import ops, reference
-from kda_cute.kernels import bwd_recurrence
+from kda_cute import forward, ops, reference
+from kda_cute.kernels import bwd_recurrence, scan
 from kda_cute.layouts import variants
+from kda_cute.problem import Problem
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads
 
 DEVICE = "cuda"
@@ -55,32 +57,87 @@ def load(precision: str, layout: str, every_lane: bool):
     return kernel_compile.load(kernel_compile.KernelSpec("bwd_recurrence", config, trace))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="perf.sanitize", description=__doc__.splitlines()[0])
-    parser.add_argument("--every-lane", action="store_true", help="see `schedule.Config`")
-    args = parser.parse_args(argv)
-
+def run_bwd_recurrence(every_lane: bool) -> int:
+    """Every precision and layout of level 1; returns how many are wrong."""
     inputs = make_inputs()
     do, v, beta, *workspace, last, offsets = inputs
     expected = reference.bwd_recurrence(do, v, beta, ops.Workspace(*workspace), last, offsets)
     wrong = 0
     for precision in variants.precisions("bwd_recurrence"):
         for layout in variants.names("bwd_recurrence"):
-            kernel = load(precision, layout, args.every_lane)
+            kernel = load(precision, layout, every_lane)
             on_device = [x.to(DEVICE) for x in inputs]
             arguments = ops.Arguments(*on_device, len(LENGTHS), precision, layout)
             out = arguments.outputs()
             kernel(*on_device, *out)
             grads = RecurrenceGrads(*(x.cpu().double() for x in out))
-            errors = {
-                name: ((getattr(grads, name) - want).norm() / want.norm()).item()
-                for name, want in expected._asdict().items()
-                if name in CHECKED
-            }
-            good = all(error <= LIMITS[precision] for error in errors.values())
-            wrong += not good
-            print(precision, layout, "ok" if good else "WRONG", errors, flush=True)
+            limits = dict.fromkeys(CHECKED, LIMITS[precision])
+            wrong += not within(
+                f"{precision} {layout}", grads._asdict(), expected._asdict(), limits
+            )
+    return wrong
+
+
+def run_chunk_kda(every_lane: bool) -> int:
+    """The forward of level 2 with one and two consumer warpgroups; returns how many are wrong."""
+    rng = torch.Generator().manual_seed(1)
+    T, N = sum(LENGTHS), len(LENGTHS)
+    q, k, v, g, beta = (
+        torch.randn(1, T, HEADS, *size, generator=rng).bfloat16()
+        for size in ((HEAD_DIM,), (HEAD_DIM,), (HEAD_DIM,), (HEAD_DIM,), ())
+    )
+    A_log, dt_bias = torch.rand(HEADS, generator=rng), torch.rand(HEADS, HEAD_DIM, generator=rng)
+    first = torch.randn(N, HEADS, HEAD_DIM, HEAD_DIM, generator=rng)
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    wide = [x[0].double() for x in (q, k, v, g, beta)]
+    o, final = reference.token_recurrence(
+        *wide,
+        initial_state=first.double(),
+        gate="softplus",
+        A_log=A_log.double(),
+        dt_bias=dt_bias.double(),
+        cu_seqlens=offsets,
+    )
+    tensors = [x.to(DEVICE) for x in (q, k, v, g, beta, A_log, dt_bias, first, offsets)]
+    flags = (HEAD_DIM**-0.5, "softplus", 0.0, True, True, 1.0, True, True, True)
+    problem = Problem(*tensors, *flags)
+    wrong = 0
+    for groups in (1, 2):
+        config = forward.scan_spec(groups, True, "f32", True, True).config
+        config = dataclasses.replace(config, every_lane=every_lane)
+        trace = functools.partial(scan.trace, config)
+        kernel = kernel_compile.load(kernel_compile.KernelSpec("scan", config, trace))
+        out = forward.run(problem, scan=kernel)
+        got = {"o": out[0][0].cpu().double(), "final_state": out[1].cpu().double()}
+        wrong += not within(
+            f"groups {groups}", got, {"o": o, "final_state": final}, dict.fromkeys(got, 1e-2)
+        )
+    return wrong
+
+
+def within(title: str, got: dict, expected: dict, limits: dict) -> bool:
+    """Print the relative errors of the tensors that have a limit; whether all keep it."""
+    errors = {
+        name: ((got[name] - expected[name]).norm() / expected[name].norm()).item()
+        for name in limits
+    }
+    good = all(errors[name] <= limit for name, limit in limits.items())
+    print(title, "ok" if good else "WRONG", errors, flush=True)
+    return good
+
+
+OPERATORS = {"bwd_recurrence": run_bwd_recurrence, "chunk_kda": run_chunk_kda}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="perf.sanitize", description=__doc__.splitlines()[0])
+    parser.add_argument("--operator", choices=OPERATORS, help="this one alone")
+    parser.add_argument("--every-lane", action="store_true", help="see a kernel's `Config`")
+    args = parser.parse_args(argv)
+    wrong = sum(
+        OPERATORS[name](args.every_lane) for name in OPERATORS if args.operator in (None, name)
+    )
     return int(wrong > 0)
 
 

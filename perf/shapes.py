@@ -1,8 +1,12 @@
-"""The named shapes of the benchmarks, and what a perfect kernel must move and multiply on them."""
+"""The named shapes of the benchmarks, and what a perfect kernel must move and multiply on them.
+
+Level 1 is `bwd_recurrence`, with tiles of 16 tokens; level 2 is `chunk_kda`, with chunks of 64.
+"""
 
 from dataclasses import dataclass
 
 CHUNK, HEAD_DIM = 16, 128
+LONG_CHUNK = 64  # of level 2
 
 # Bytes per second, read + written, that a device-to-device copy reaches on an H200: floors are stated against it.
 COPY_RATE = 4.26e12
@@ -32,6 +36,11 @@ class Shape:
     def tiles(self) -> int:
         """Tiles of 16 rows, tails included."""
         return sum(-(-length // CHUNK) for length in self.lengths)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 rows, tails included."""
+        return sum(-(-length // LONG_CHUNK) for length in self.lengths)
 
     @property
     def varlen(self) -> bool:
@@ -99,3 +108,55 @@ def bwd_recurrence_flops(shape: Shape) -> int:
 def floor_us(moved: int) -> float:
     """Microseconds that moving so many bytes takes at COPY_RATE."""
     return moved / COPY_RATE * 1e6
+
+
+# ---------------------------------------------------------------- level 2
+# Bytes of one element of g and of beta, by the form in which a caller passes them (perf.forms).
+GATE_BYTES = {"A": 4, "B": 2, "prepared": 4}
+# Of each of level 2's forward kernels per chunk and head, in products of [64,128] with [128,64]:
+# L and mqk, w, u; then w S and kr^T U, which count twice, qd S likewise, and mqk U.
+FORWARD_HALF_UNITS = {"transition": 4, "scan": 7}
+BACKWARD_HALF_UNITS = 2 * (5 + 2 + 10)  # transition, scan, gradients
+_HALF_UNIT_FLOPS = 2 * LONG_CHUNK * LONG_CHUNK * HEAD_DIM
+_STATE_BYTES = HEAD_DIM * HEAD_DIM * 2
+# w, kr, qd, u; mqk; qk; eg: what the transition leaves for the scan.
+_FACTOR_BYTES = LONG_CHUNK * (4 * 2 * HEAD_DIM + 2 * LONG_CHUNK + 4) + 4 * HEAD_DIM
+
+
+def _input_bytes(form: str) -> int:
+    """q, k, v, g, beta of one token and head."""
+    return 3 * 2 * HEAD_DIM + GATE_BYTES[form] * (HEAD_DIM + 1)
+
+
+def chunk_kda_bytes(op: str, shape: Shape, form: str, *, states: bool) -> int:
+    """Bytes that a call must read and write once: its arguments and results; and, with `states`,
+    the bf16 state of every chunk that the forward keeps for the backward.
+
+    op: chunk_kda_fwd reads q k v g beta and writes o; chunk_kda_bwd reads do as well and writes
+    five gradients.
+    """
+    per_token = {
+        "chunk_kda_fwd": _input_bytes(form) + 2 * HEAD_DIM,
+        "chunk_kda_bwd": 2 * _input_bytes(form) + 2 * HEAD_DIM,
+    }[op]
+    return shape.H * (shape.T * per_token + states * shape.chunks * _STATE_BYTES)
+
+
+def chunk_kda_flops(op: str, shape: Shape) -> int:
+    """Floating-point operations of the matrix products of the chunk form, inverses left out."""
+    half_units = {
+        "chunk_kda_fwd": sum(FORWARD_HALF_UNITS.values()),
+        "chunk_kda_bwd": BACKWARD_HALF_UNITS,
+    }[op]
+    return shape.H * shape.chunks * half_units * _HALF_UNIT_FLOPS
+
+
+def forward_stages(shape: Shape, form: str, *, states: bool) -> dict[str, tuple[int, int]]:
+    """Kernel of level 2's forward -> (bytes that it must read and write, flops)."""
+    factors, outputs = shape.chunks * _FACTOR_BYTES, shape.T * 2 * HEAD_DIM
+    moved = {
+        "transition": shape.T * _input_bytes(form) + factors,
+        "scan": factors + outputs + states * shape.chunks * _STATE_BYTES,
+    }
+    flops = {n: shape.chunks * k * _HALF_UNIT_FLOPS for n, k in FORWARD_HALF_UNITS.items()}
+    return {name: (shape.H * moved[name], shape.H * flops[name]) for name in moved}

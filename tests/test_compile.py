@@ -1,5 +1,6 @@
 """Every kernel as the compiler left it, and the cache that keeps it.  No GPU."""
 
+import ast
 import functools
 import importlib.metadata
 import json
@@ -18,101 +19,128 @@ import pytest
 from cutlass import Float32
 
 from kda_cute import compile as kernel_compile
-from kda_cute import ops, report
-from kda_cute.kernels import bwd_recurrence
+from kda_cute import forward, ops, report
+from kda_cute.kernels import scan, transition
+from kda_cute.kernels.budget import MMA_BF16, MMA_TF32, Role, wgmma_bf16
 from kda_cute.kernels.bwd_recurrence import Config
-from kda_cute.kernels.bwd_recurrence.schedule import Registers
 from kda_cute.layouts import variants
 
-SPECS = ops.recurrence_specs()
+SPECS = report.all_specs()
 PACKAGE = Path(kernel_compile.__file__).parent
+KERNELS = {path.parent.name for path in PACKAGE.glob("kernels/*/__init__.py")}
+
+
+def spec_id(spec) -> str:
+    return f"{spec.name} {report.label(spec.config)}"
 
 
 # ---------------------------------------------------------------- every configuration
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """{config: Measured} of all configurations, compiled now, in parallel."""
-    folder = tmp_path_factory.mktemp("kernels")
-    assert not list(folder.iterdir())
-    return {k.config: k for k in report.measure_all(SPECS, folder=folder)}
+def compiled():
+    """{(kernel, config): Measured} of all configurations; what the cache lacks is compiled now, in
+    parallel.
+    """
+    return {(k.kernel, k.config): k for k in report.measure_all(SPECS)}
 
 
 def test_specs_are_every_combination_of_arguments():
-    configs = [spec.config for spec in SPECS]
+    configs = [spec.config for spec in ops.recurrence_specs()]
     family = "bwd_recurrence"
     layouts, precisions = variants.names(family), variants.precisions(family)
     assert len(set(configs)) == len(configs) == len(layouts) * len(precisions) * 2 * 3 * 2
-    assert len({kernel_compile.cache_key(spec) for spec in SPECS}) == len(SPECS)
     for precision in precisions:
         for layout in layouts:
             assert Config(precision, layout, "f32", "bf16", True) in configs
+    configs = [spec.config for spec in forward.forward_specs()]
+    assert len(set(configs)) == len(configs) == 2 * 3 * 2 * 2 + 2 * 2 * 3 * 2 * 2
+    assert transition.Config("bf16", "softplus", "f32", True) in configs
+    assert scan.Config(1, True, "bf16", False, True) in configs
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: report.label(spec.config))
+def test_the_report_covers_every_kernel():
+    assert {spec.name for spec in SPECS} == KERNELS
+    assert len({kernel_compile.cache_key(spec) for spec in SPECS}) == len(SPECS)
+    assert len({spec_id(spec) for spec in SPECS}) == len(SPECS)
+
+
+def expected(spec) -> tuple:
+    """Apart from what the schedules say: registers at launch (64 K over the threads of all CTAs of
+    an SM), shared memory, tensor-core instructions of a chunk, FFMA, registers after the launch.
+    """
+    config = spec.config
+    if spec.name == "bwd_recurrence":
+        mma = {MMA_TF32: 2112} if config.precision == "tf32" else {MMA_BF16: 1056 + 64}
+        return 128, 232_448, mma, 256, [40, 112, 112, 248]
+    if spec.name == "transition":
+        return 128, 115_712, {MMA_BF16: 320, MMA_TF32: 272, wgmma_bf16(128): 8}, 256, []
+    n = config.groups
+    mma = {wgmma_bf16(64): 20 * n, wgmma_bf16(128): 4 * n}
+    return (168, 232_448, mma, 64, [40, 232]) if n == 2 else (255, 232_448, mma, 64, [])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
 def test_kernel_keeps_its_budgets(compiled, spec):
-    k = compiled[spec.config]
-    precision = spec.config.precision
+    k = compiled[spec.name, spec.config]
+    registers, shared, mma, ffma, roles = expected(spec)
     print(k)
-    assert k.registers <= 128  # 512 threads at launch
+    assert k.registers <= registers
     assert k.stack == 0
     assert k.spills == 0
-    assert 0 < k.shared <= 232_448
-    opcode = {"tf32": "HMMA.1688.F32.TF32", "bf16": "HMMA.16816.F32.BF16"}[precision]
-    assert set(k.opcodes) == {opcode}  # neither HGMMA nor another kind of HMMA
-    assert k.opcodes[opcode] == k.accounted
-    assert k.mma_per_chunk == {"tf32": 2112, "bf16": 1056 + 64}[precision]
-    assert k.ffma < report.FFMA_LIMIT == 256  # a scalar kernel has thousands
-    assert sorted(k.roles) == sorted(Registers()) and sum(k.roles) == 4 * 128
+    assert 0 < k.shared <= shared
+    assert k.opcodes == k.budget.in_code  # and no tensor-core instruction of another kind
+    assert k.budget.per_chunk == k.budget.implied == mma
+    assert k.ffma <= k.budget.ffma == ffma  # a scalar kernel has thousands
+    assert sorted(k.roles) == roles
     assert not k.broken()
 
 
-@pytest.mark.parametrize("precision", ("tf32", "bf16"))
-def test_every_product_of_the_mathematics_is_in_the_account(precision):
-    rows = bwd_recurrence.mma_account(Config(precision))
-    assert all(min(row.warps, row.static, row.trips) > 0 for row in rows)
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_every_product_of_the_mathematics_is_in_the_account(spec):
+    rows = report.budget(spec).mma
+    assert all(min(row.issuers, row.static, row.trips) > 0 for row in rows)
     assert len({row.product for row in rows}) == len(rows)
-    # seven [16,128] x [128,128], seven [16,16] x [16,128], three [16,128] x [128,16]
-    steps = 7 * 128 + 7 * 16 + 3 * 16
-    extra = 4 * 16 if precision == "bf16" else steps  # hi + lo of four products; m16n8k8
-    assert sum(r.warps * r.static * r.trips for r in rows) == steps + extra
 
 
 # ---------------------------------------------------------------- the report
-def measured(**changes) -> report.Measured:
+def measured(config=Config("bf16"), **changes) -> report.Measured:  # noqa: B008
     good = report.Measured(
-        config=Config("bf16"),
+        kernel="bwd_recurrence",
+        config=config,
+        budget=report.budget(kernel_compile.KernelSpec("bwd_recurrence", config, None)),
         registers=128,
         stack=0,
         spills=0,
         shared=232_448,
-        opcodes={"HMMA.16816.F32.BF16": 144},
-        accounted=144,
-        mma_per_chunk=1120,
+        opcodes={"HMMA.16816.F32.BF16": 184},
         ffma=65,
         roles=(40, 112, 112, 248),
     )
     return good._replace(**changes)
 
 
+def promised(**changes):
+    """A budget that asks for something else."""
+    return measured().budget._replace(**changes)
+
+
 @pytest.mark.parametrize(
     "changes, word",
     (
-        ({"registers": 129}, "registers"),
+        ({"registers": 129}, "129 registers"),
         ({"stack": 8}, "stack"),
         ({"spills": 1}, "spilled"),
         ({"shared": 232_449}, "shared"),
-        ({"opcodes": {"HMMA.1688.F32.TF32": 144}}, "HMMA.1688"),
-        ({"opcodes": {"HMMA.16816.F32.BF16": 143, "HGMMA.64x8x16.F32.BF16": 1}}, "HGMMA"),
-        ({"opcodes": {}, "accounted": 0}, "only"),
-        ({"accounted": 143}, "account"),
-        ({"mma_per_chunk": 1119}, "1119"),
-        ({"config": Config("tf32"), "opcodes": {"HMMA.1688.F32.TF32": 144}}, "not 2112"),
+        ({"budget": promised(ctas=2, threads=256, roles=()), "roles": ()}, "> 115712"),
+        ({"opcodes": {"HMMA.1688.F32.TF32": 184}}, "HMMA.1688"),
+        ({"opcodes": {"HMMA.16816.F32.BF16": 184, "HGMMA.64x8x16.F32.BF16": 1}}, "HGMMA"),
+        ({"opcodes": {"HMMA.16816.F32.BF16": 183}}, "183"),
+        ({"opcodes": {}}, "account"),
+        ({"config": Config("tf32")}, "account"),
+        ({"budget": promised(implied={MMA_BF16: 1119})}, "1119"),
         ({"ffma": 2000}, "FFMA"),
-        (
-            {"roles": (40, 112, 248)},
-            "for ever",
-        ),  # one warpgroup keeps the 128 that another waits for
-        ({"roles": (40, 112, 112, 256)}, "for ever"),
+        ({"roles": (40, 112, 248)}, "schedule"),  # one keeps the 128 that another waits for
+        ({"roles": (40, 112, 112, 256)}, "schedule"),
+        ({"roles": (136,), "budget": promised(roles=(Role(136, 4),))}, "for ever"),
         ({"registers": 120}, "for ever"),  # the pool is what the launch took
     ),
 )
@@ -134,16 +162,24 @@ def test_report_takes_the_chosen_kernels(monkeypatch, capsys):
     asked = []
 
     def measure_all(specs, workers):
-        asked.append({(spec.config.precision, spec.config.layout) for spec in specs})
+        asked.append(specs)
         return [measured()]
 
     monkeypatch.setattr(report, "measure_all", measure_all)
-    for arguments in ([], ["--precision", "bf16"], ["--precision", "tf32", "--layout", "padded"]):
+    for arguments in (
+        [],
+        ["--kernel", "scan", "--kernel", "transition"],
+        ["--kernel", "bwd_recurrence", "--precision", "bf16"],
+        ["--precision", "tf32", "--layout", "padded"],
+    ):
         assert report.main(arguments) == 0
     assert "kept" in capsys.readouterr().out
-    assert len(asked[0]) == len({layout for _, layout in asked[1]}) * 2
-    assert {precision for precision, _ in asked[1]} == {"bf16"}
-    assert asked[2] == {("tf32", "padded")}
+    assert asked[:2] == [SPECS, forward.forward_specs()]
+    assert {spec.config.precision for spec in asked[2]} == {"bf16"}
+    assert {spec.config.layout for spec in asked[2]} == set(variants.names("bwd_recurrence"))
+    assert {(s.name, s.config.precision, s.config.layout) for s in asked[3]} == {
+        ("bwd_recurrence", "tf32", "padded")
+    }
     with pytest.raises(SystemExit):
         report.main(["--layout", "no_such_layout"])
 
@@ -434,7 +470,8 @@ def test_key_changes_with_everything_that_matters(tmp_path, monkeypatch, dsl_ver
     keys.append(kernel_compile.cache_key(spec))
     source.write_text("one")
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_compile, "_SOURCES_AT_IMPORT", "other")
+        others = kernel_compile._SOURCES_AT_IMPORT | {"device/tma.py": "other"}
+        patch.setattr(kernel_compile, "_SOURCES_AT_IMPORT", others)
         keys.append(kernel_compile.cache_key(spec))
     monkeypatch.setattr(kernel_compile, "DSL_VERSIONS", ("4.8.1", "4.8.2"))
     dsl_versions("4.8.2")
@@ -444,10 +481,64 @@ def test_key_changes_with_everything_that_matters(tmp_path, monkeypatch, dsl_ver
     assert kernel_compile.cache_key(spec) == keys[0]
 
 
+@pytest.mark.parametrize(
+    "path, kernels",
+    (
+        ("kernels/scan/consumer.py", {"scan"}),
+        ("kernels/transition/new.py", {"transition"}),
+        ("kernels/new/kernel.py", set()),
+        ("kernels/budget.py", KERNELS),
+        ("device/tma.py", KERNELS),
+        ("layouts/tile.py", KERNELS),
+        ("factors.py", KERNELS),
+    ),
+)
+def test_key_holds_what_the_kernel_can_see(monkeypatch, path, kernels):
+    specs = {spec.name: spec for spec in SPECS}
+
+    def keys():
+        return {name: kernel_compile.cache_key(spec) for name, spec in specs.items()}
+
+    before, sources = keys(), kernel_compile._SOURCES_AT_IMPORT
+    monkeypatch.setattr(kernel_compile, "_SOURCES_AT_IMPORT", sources | {path: "other"})
+    after = keys()
+    assert {name for name in specs if before[name] != after[name]} == kernels
+
+
+def test_a_kernel_without_sources_is_refused():
+    with pytest.raises(kernel_compile.CompileError, match="no_such_kernel"):
+        kernel_compile.cache_key(tiny_spec()._replace(name="no_such_kernel", sources=()))
+
+
+def imports(path: Path) -> set[str]:
+    """Files of the package that a file of it imports, as paths in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in getattr(node, "names", ())]
+        if isinstance(node, ast.Import):
+            assert not any(name.startswith("kda_cute") for name in names), path
+        if not isinstance(node, ast.ImportFrom) or node.level == 0:
+            continue
+        folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        for module in (folder, *(folder / name for name in names)):
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
+                if file.exists():
+                    found.add(file.relative_to(PACKAGE).as_posix())
+    return found - {"__init__.py"}
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_kernels_import_only_what_their_keys_hold(name):
+    seen = set(kernel_compile._visible(kernel_compile._digests(), name))
+    imported = {path: imports(PACKAGE / path) for path in seen}
+    assert {path: files - seen for path, files in imported.items() if files - seen} == {}
+    assert {"factors.py", "device/tma.py", "kernels/budget.py"} & set().union(*imported.values())
+
+
 CHANGED_SOURCES = """
 import pathlib, sys
 import kda_cute
-from kda_cute import compile as kernel_compile, ops
+from kda_cute import compile as kernel_compile, forward, ops
 
 def refused(attempt):
     try:
@@ -456,16 +547,21 @@ def refused(attempt):
         return "changed on disk" in str(error) and "new process" in str(error)
     return False
 
+def change(source):
+    source.write_text("# a comment\\n" * 40 + source.read_text())
+
 def main(root, kept):
     assert pathlib.Path(kda_cute.__file__).is_relative_to(root), kda_cute.__file__
-    spec = ops.recurrence_specs()[0]
-    source = sorted((root / "kda_cute" / "kernels").rglob("*.py"))[-1]
-    source.write_text("# a comment\\n" * 40 + source.read_text())
+    spec, (*_, other, another) = ops.recurrence_specs()[0], forward.forward_specs()
+    change(root / "kda_cute" / "kernels" / "bwd_recurrence" / "value.py")
     assert refused(lambda: kernel_compile.object_file(spec, folder=kept))
     assert refused(lambda: kernel_compile.object_files([spec], folder=kept, workers=1))
-    kernel_compile._check_sources_unchanged = lambda: None  # they change as the worker starts
+    assert kernel_compile.object_file(other, folder=kept).exists()  # sees no source that changed
+    change(root / "kda_cute" / "device" / "tma.py")
+    assert refused(lambda: kernel_compile.object_file(another, folder=kept))
+    kernel_compile._check_sources_unchanged = lambda specs: None  # they change as the worker starts
     assert refused(lambda: kernel_compile.object_files([spec], folder=kept, workers=1))
-    assert not list(kept.glob("*.o"))
+    assert [path.stem.split("_")[0] for path in kept.glob("*.o")] == ["scan"]
 
 if __name__ == "__main__":
     main(*map(pathlib.Path, sys.argv[1:]))

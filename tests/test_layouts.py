@@ -36,6 +36,19 @@ ALL_PLANS = [
 FP32_LAYOUTS = [Dense(), RowPadded(132), RowPadded(136), GroupPadded(4, 136, 552)]
 
 
+TRANSITION = [variants.plan("transition", name, "bf16") for name in variants.names("transition")]
+SCAN = [
+    variants.plan("scan", "default", "bf16", groups=groups, **options)
+    for groups in (1, 2)
+    for options in ({"save": False}, {"save": True}, {"reverse": True})
+]
+SCAN_TOTALS = (207_232, 231_808, 223_616, 165_504, 214_656, 198_272)
+
+
+def plan_id(p):
+    return p.name
+
+
 def plan(layout="default", precision="tf32"):
     return variants.plan(KERNEL, layout, precision)
 
@@ -152,14 +165,19 @@ def test_totals(layout, precision, total):
     assert p.name == f"{KERNEL}/{layout}/{precision}"
 
 
+def assert_apart(p):
+    """No two tiles share bytes while both are live, without the plan's own notion of a lifetime."""
+    for a, b in combinations(p.tiles, 2):
+        live = {s for s in p.steps if a in p.live(s) and b in p.live(s)}
+        apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+        assert apart or not live, (a.name, b.name)
+
+
 @pytest.mark.parametrize(("layout", "precision"), ALL_PLANS)
 def test_plan_tiles(layout, precision):
     p = plan(layout, precision)
     assert p.steps == ("load", "solve", "contract", "mix", "store")
-    for a, b in combinations(p.tiles, 2):  # without the plan's own notion of a lifetime
-        live = {s for s in p.steps if a in p.live(s) and b in p.live(s)}
-        apart = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-        assert apart or not live, (a.name, b.name)
+    assert_apart(p)
     for tile in p.tiles:
         assert tile.offset % tile.alignment == 0
         small = tile.name in ("dM", "dL", "dLb", "dM_diag")
@@ -182,6 +200,77 @@ def test_dL_never_shares_with_inv(layout, precision):
     message = str(error.value)
     assert "dL" in message.split() and "inv" in message.split()
     assert "load, solve, contract, mix, store" in message
+
+
+@pytest.mark.parametrize(("p", "total"), list(zip(TRANSITION, (114_432, 113_536), strict=True)))
+def test_transition_plan(p, total):
+    assert_apart(p)
+    assert p.total_bytes == total
+    assert p.ctas_per_sm == 2 and rebuilt(p, limit=115_712) == replace(p, limit=115_712)
+    assert {t.stages for t in p.tiles} == {1}
+    inputs = ("k", "q", "v", "barriers")
+    assert {(p[n].first, p[n].last) for n in inputs} == {("load", "store")}
+    lifetimes = {n: (p[n].first, p[n].last) for n in p.names if n not in inputs}
+    assert lifetimes == {
+        "gc": ("gate", "gather"),
+        "kr": ("invert", "store"),
+        "A": ("publish", "store"),
+        "L": ("gate", "publish"),
+        "mqk": ("gate", "store"),
+        "totals": ("gate", "gate"),
+        "rows": ("gate", "publish"),
+    }
+    gc = range(p["gc"].offset, p["gc"].offset + p["gc"].nbytes)
+    assert p["kr"].offset in gc and p["A"].offset in gc  # what two CTAs on an SM take
+
+
+@pytest.mark.parametrize(
+    ("guest", "host", "steps"),
+    [
+        ("mqk", "gc", "gate, pairs, gather"),  # pairs are read from gc as mqk is written
+        ("A", "L", "publish"),  # A is made of X
+        ("kr", "k", "invert, publish, multiply, store"),
+        ("kr", "L", "invert, publish"),
+    ],
+)
+@pytest.mark.parametrize("p", TRANSITION, ids=plan_id)
+def test_transition_tiles_that_cannot_share(p, guest, host, steps):
+    with pytest.raises(LayoutError) as error:
+        rebuilt(p, share={guest: host})
+    message = str(error.value)
+    assert {guest, host} <= set(re.findall(r"\w+", message)) and message.endswith(f" {steps}")
+
+
+@pytest.mark.parametrize("p", TRANSITION, ids=plan_id)
+def test_kr_waits_until_gc_was_gathered(p):
+    """kr is made of gc, so its bytes may not be those of gc while some warp still reads them."""
+    assert rebuilt(p, share={"kr": "gc"})["kr"].offset == rebuilt(p)["gc"].offset
+    early = [replace(t, first="gather") if t.name == "kr" else t for t in p.tiles]
+    with pytest.raises(LayoutError, match="kr and gc|gc and kr") as error:
+        Plan.build(p.name, p.steps, early, share={"kr": "gc"})
+    assert str(error.value).endswith(" gather")
+    with pytest.raises(LayoutError, match="both are live in .* gather"):
+        replace(p, tiles=tuple(early))
+
+
+@pytest.mark.parametrize(("p", "total"), list(zip(SCAN, SCAN_TOTALS, strict=True)))
+def test_scan_plan(p, total):
+    assert_apart(p)
+    groups = 1 if "groups=1" in p.name else 2
+    assert p.total_bytes == total <= p.limit == 232_448
+    assert {(t.first, t.last) for t in p.tiles} == {("load", "store")}
+    stages = 2 if groups == 2 else 3
+    assert {p[n].stages for n in ("w", "kr", "qd", "mqk", "qk", "eg")} == {stages}
+    assert p["barriers"].shape == (1, 2 * stages)
+    reverse, save = "reverse=True" in p.name, "save=True" in p.name
+    loaded, staged = ("do", ["dU", "dstates"]) if reverse else ("u", ["o", "U", "states"])
+    assert p[loaded].stages == stages * groups
+    assert [n for n in staged if n in p] == (staged if reverse or save else ["o"])
+    assert {p[n].stages for n in staged if n in p} == {groups}
+    for guest, host in ((staged[0], loaded), ("qk", "eg")):  # chunks ahead, chunks behind
+        with pytest.raises(LayoutError, match=f"{host} and {guest}|{guest} and {host}") as error:
+            rebuilt(p, share={guest: host})
+        assert str(error.value).endswith("load, multiply, store")
 
 
 def test_check_does_not_trust_offsets():
@@ -440,6 +529,72 @@ def test_counts_of_the_kernel():
 @pytest.mark.parametrize(("layout", "precision"), ALL_PLANS)
 def test_every_plan_is_legal(layout, precision):
     assert audit.legality(plan(layout, precision)) == []
+
+
+@pytest.mark.parametrize("p", TRANSITION + SCAN, ids=plan_id)
+def test_every_plan_of_level_2_is_legal(p):
+    assert audit.legality(p) == []
+    names = [r.name for r in audit.audit(p)]
+    assert len(set(names)) == len(names)
+
+
+# Wavefronts of one instruction on gc by the rows it reads: left, right, anchors.
+GC_OF_LEVELS = {
+    "default": {8: (2, 2, 1), 4: (2, 2, 1), 2: (4, 4, 1), 1: (2, 2, 2)},
+    "padded": {8: (2, 2, 1), 4: (2, 2, 2), 2: (4, 4, 4), 1: (4, 4, 4)},
+}
+
+
+@pytest.mark.parametrize(("layout", "extra"), [("default", 1264), ("padded", 1904)])
+def test_transition_conflicts(layout, extra):
+    p = variants.plan("transition", layout, "bf16")
+    rows = {r.name: r for r in audit.audit(p)}
+    assert sum(r.extra_cycles for r in rows.values()) == extra
+    assert f"{extra} extra" in audit.describe(p)
+    for s, wavefronts in GC_OF_LEVELS[layout].items():
+        names = [f"level {s}: gc of {which}" for which in ("left rows", "right rows", "anchors")]
+        assert tuple(rows[name].actual for name in names) == wavefronts
+        # Eight rows that are not neighbours meet in the swizzle, which knows rows modulo 8.
+        for name in ("k as A", "q as A", "k as B"):
+            assert rows[f"level {s}: {name}"].ways == (1 if s == 8 else 2)
+    gc = [r for r in rows.values() if r.tile == "gc" and "level" not in r.name]
+    assert len(gc) == 5 and all(r.extra_cycles == 0 for r in gc)
+    # L: rows of 72 floats serve pairs along a row, and cost two ways along a column.
+    for step in ("diagonal", "below", "corner"):
+        by_row, by_column = (
+            rows[f"inverse, {step}: L or X as {which}"] for which in ("A", "B, rows strided")
+        )
+        assert (by_row.ways, by_column.ways) == (1, 2)
+    swizzled = ("norms", "product", "tiles", "pairs of blocks: k", "publish: A")
+    found = [r for r in rows.values() if any(words in r.name for words in swizzled)]
+    assert len(found) == 13 and all(r.ways == 1 for r in found)
+
+
+def test_counts_of_the_transition():
+    counts = {r.name: (r.kind, r.count) for r in audit.audit(TRANSITION[0])}
+    assert counts["gate: gc store"] == ("sts64", 128)
+    assert counts["pairs of blocks: k as A"] == ("ldmatrix", 6 * 8)
+    assert counts["pairs of blocks: gc of left rows"] == ("lds64", 6 * 8 * 4)
+    for s in (8, 4, 2, 1):
+        assert counts[f"level {s}: k as A"] == counts[f"level {s}: k as B"] == ("ldmatrix", 16)
+        assert counts[f"level {s}: gc of left rows"] == ("lds64", 4 * 8 * 2)
+    assert counts["inverse, corner: L or X as B, rows strided"] == ("lds32", 4 * 6 * 8)
+    assert counts["product: w store"] == ("stmatrix", 32)
+
+
+@pytest.mark.parametrize("p", SCAN, ids=plan_id)
+def test_scan_is_free_of_conflicts(p):
+    rows = audit.audit(p)
+    groups = 1 if "groups=1" in p.name else 2
+    assert all(r.ways == 1 and r.extra_cycles == 0 for r in rows)
+    counts = {
+        **dict.fromkeys(("u", "do"), ("ldmatrix_trans", 16)),
+        **dict.fromkeys(("o", "U", "dU"), ("stmatrix_trans", 16)),
+        **dict.fromkeys(("states", "dstates"), ("stmatrix", 32)),
+        **{"eg": ("lds64", 64), "qk": ("lds64", 32)},
+    }
+    found = {r.tile: (r.kind, r.count // groups) for r in rows}
+    assert found == {tile: counts[tile] for tile in counts if tile in p}
 
 
 def test_legality_finds_problems():

@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
+import math
+import sys
+import types
 
 import pytest
 import torch
@@ -11,16 +15,31 @@ import torch
 import kda_cute
 from kda_cute import compile as kernels
 from kda_cute import reference
+from kda_cute.factors import Factors
 from kda_cute.workspace import Workspace
-from perf import report, results, run, sanitize, timing
+from perf import (
+    chunk_kda,
+    compare,
+    forms,
+    profiler,
+    providers,
+    report,
+    results,
+    run,
+    sanitize,
+    timing,
+)
 from perf.scalar_recurrence import ScalarConfig, scalar_recurrence, scalar_spec, smem_bytes
 from perf.shapes import (
     SHAPES,
     Shape,
     bwd_recurrence_bytes,
     bwd_recurrence_flops,
+    chunk_kda_bytes,
+    chunk_kda_flops,
     find_shape,
     floor_us,
+    forward_stages,
 )
 
 SMALL = Shape("small", (40, 0, 17), 2)
@@ -429,6 +448,467 @@ def test_a_run_needs_a_gpu(monkeypatch, capsys):
     assert "CUDA" in capsys.readouterr().err
 
 
+# ---------------------------------------------------------------- level 2: bytes and forms
+DENSE = Shape("dense", (70, 70), 2)
+OPS = ("chunk_kda_fwd", "chunk_kda_bwd")
+
+
+@functools.cache
+def form_inputs(shape=DENSE):
+    return forms.make_inputs(shape, "cpu")
+
+
+def nbytes(*tensors):
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def test_level_2_bytes_are_those_of_the_tensors():
+    for shape in (DENSE, SMALL):
+        states = torch.empty(shape.chunks, shape.H, 128, 128, dtype=torch.bfloat16)
+        for form in ("A", "B"):
+            x = form_inputs(shape)[form]
+            inputs = (x.q, x.k, x.v, x.g, x.beta)
+            forward = functools.partial(chunk_kda_bytes, "chunk_kda_fwd", shape, form)
+            assert forward(states=False) == nbytes(*inputs, x.v)
+            assert forward(states=True) == nbytes(*inputs, x.v, states)
+            backward = chunk_kda_bytes("chunk_kda_bwd", shape, form, states=True)
+            assert backward == nbytes(*inputs, x.do, *inputs, states)
+
+
+def test_bytes_of_a_full_chunk_of_each_forward_kernel():
+    shape = Shape("one", (64,), 1)
+    wide = [torch.empty(64, 128, dtype=torch.bfloat16)] * 4
+    mqk, qk, eg = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(64), torch.empty(128)
+    factors = nbytes(*Factors(*wide, mqk, qk, eg))
+    assert factors == 4 * 16_384 + 8_192 + 256 + 512
+    for form, gate, beta in (("A", 32_768, 256), ("B", 16_384, 128)):
+        for states in (False, True):
+            found = forward_stages(shape, form, states=states)
+            assert found["transition"][0] == 3 * 16_384 + gate + beta + factors
+            assert found["scan"][0] == factors + 16_384 + 32_768 * states
+            flops = chunk_kda_flops("chunk_kda_fwd", shape)
+            assert sum(n for _, n in found.values()) == flops
+    assert chunk_kda_flops("chunk_kda_bwd", shape) == 17 * 2 * 64 * 128 * 128
+
+
+def test_forms_are_one_problem():
+    for shape in (DENSE, SMALL):
+        inputs = form_inputs(shape)
+        assert tuple(inputs) == ("A", "B", "prepared")
+        o = {form: forms.expected("chunk_kda_fwd", x, [0, 1])["o"] for form, x in inputs.items()}
+        torch.testing.assert_close(o["A"], o["B"], rtol=1e-5, atol=1e-6)
+        error = (o["prepared"] - o["B"]).norm() / o["B"].norm()
+        assert 1e-4 < error < 1e-2
+    assert inputs["B"].g.dtype == inputs["B"].beta.dtype == torch.bfloat16
+    assert inputs["A"].g.dtype == inputs["A"].beta.dtype == torch.float32
+    assert inputs["A"].g.max() <= 0 <= inputs["A"].beta.min()
+
+
+@pytest.mark.parametrize("shape", (DENSE, SMALL), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("form", ("A", "B"))
+def test_calls_are_what_the_gate_expects(shape, form):
+    """Our public call, and the backward through it, by its reference backend."""
+    function = functools.partial(kda_cute.chunk_kda, backend="reference")
+    x, heads = form_inputs(shape)[form], [0, 1]
+    call = providers.chunk_kda_call(x)
+    returned = {
+        "chunk_kda_fwd": providers._packed_output(function(**call)),
+        "chunk_kda_bwd": providers._packed_grads(providers._backward(function, call, x.do)()),
+    }
+    for op, tensors in returned.items():
+        want = forms.expected(op, x, heads)
+        found = chunk_kda.errors(tensors, want, heads)
+        assert set(found) == ({"o"} if op == "chunk_kda_fwd" else {"dq", "dk", "dv", "dg", "dbeta"})
+        assert max(found.values()) < 4e-3  # the rounding of the results
+        some = chunk_kda.errors(tensors, forms.expected(op, x, [1]), [1])
+        assert max(some.values()) < 4e-3
+
+
+# ---------------------------------------------------------------- level 2: profiler
+class Recorder:
+    """A device whose kernels are what candidates and fence append to `ran`: 1, 2, .. us long."""
+
+    def __init__(self):
+        self.ran = []
+
+    def launch(self, *names):
+        self.ran += names
+
+    def __call__(self, function):
+        self.ran.clear()
+        function()
+        return [profiler.Event(n, float(i), i + 1.0) for i, n in enumerate(self.ran)]
+
+
+def test_kernel_calls_belong_to_candidates():
+    device = Recorder()
+    candidates = {
+        "one": lambda: device.launch("a", "b"),
+        "none": lambda: None,
+        "two": lambda: device.launch("b"),
+    }
+    found = profiler.kernel_calls(
+        candidates, repeats=3, fence=lambda: device.launch("fence"), recorder=device
+    )
+    names = {n: [[e.name for e in call] for call in calls] for n, calls in found.items()}
+    assert names == {"one": [["a", "b"]] * 3, "none": [[]] * 3, "two": [["b"]] * 3}
+    first = found["one"][0]
+    assert profiler.total([first]).samples == (first[0].us + first[1].us,)
+    assert profiler.total([first], "b").samples == (first[1].us,)
+    assert profiler.total(found["none"]).median == 0
+
+
+def test_kernel_calls_refuse_what_they_cannot_tell_apart():
+    device = Recorder()
+    fence = lambda: device.launch("fence")  # noqa: E731
+    with pytest.raises(RuntimeError, match="fences"):
+        profiler.kernel_calls({"x": fence}, repeats=2, fence=fence, recorder=device)
+    with pytest.raises(RuntimeError, match="the profiler shows"):
+        profiler.kernel_calls({"x": fence}, repeats=2, fence=lambda: None, recorder=device)
+
+
+def test_host_time_waits_before_each_call_only():
+    log = []
+    timed = profiler.host_time(
+        lambda: log.append("call"), repeats=2, synchronize=lambda: log.append("wait")
+    )
+    assert log == ["wait", "call", "wait", "call", "wait"]
+    assert len(timed.samples) == 2
+    assert all(us >= 0 for us in timed.samples)
+
+
+def test_kernels_say_what_is_wrong():
+    exact = providers.Kernels(("transition", "scan"), only=True)
+    assert exact.complaint(["x_transition_0", "x_scan_0"]) == ""
+    assert "no kernel like scan" in exact.complaint(["x_transition_0", "fill"])
+    for more in ("copy", "x_scan_1"):
+        assert "nothing else" in exact.complaint(["x_transition_0", "x_scan_0", more])
+    loose = providers.Kernels(("fused",))
+    assert loose.complaint(["fused", "copy"]) == ""
+    assert loose.others(["fused", "copy", "copy"]) == ["copy"]
+    assert loose.complaint([]) != ""
+
+
+# ---------------------------------------------------------------- level 2: providers
+def test_our_candidates_are_forms_and_options():
+    made = providers.make("kda_cute", "chunk_kda_fwd", DENSE, form_inputs(), providers.OPTIONS)
+    assert [c.variant for c in made] == ["A/states", "A/nostates", "B/states", "B/nostates"]
+    for c in made:
+        assert c.states == c.run.keywords["q"].requires_grad == ("/states" in c.variant)
+        assert c.kernels.only and c.host
+        costs = forward_stages(DENSE, c.form, states=c.states)
+        assert c.stages == {f"kernels{name}": cost for name, cost in costs.items()}
+
+
+@pytest.mark.parametrize("name", ("transition", "scan"))
+def test_parts_of_kernel_names_are_their_modules(name):
+    """A kernel's name starts with its module's, without dots."""
+    module = importlib.import_module(f"kda_cute.kernels.{name}.kernel")
+    assert f"kernels{name}" in module.__name__.replace(".", "")
+
+
+def test_our_backward_is_unavailable_until_it_is_built(monkeypatch):
+    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(providers.Unavailable, match="no kernels yet"):
+        providers.make("kda_cute", "chunk_kda_bwd", DENSE, form_inputs(), ["states"])
+
+
+def test_forward_specs_are_those_of_the_run():
+    dense, packed = find_shape("T8192_H96"), find_shape("var6_H64")
+    few = providers.forward_specs(["B"], ["states"], [dense])
+    assert {(s.name, s.config.varlen) for s in few} == {("transition", False), ("scan", False)}
+    (transition,) = (s.config for s in few if s.name == "transition")
+    assert (transition.g, transition.gate, transition.beta) == ("bf16", "safe", "bf16")
+    assert all(s.config.save and not s.config.final for s in few if s.name == "scan")
+    more = providers.forward_specs(["A", "B"], providers.OPTIONS, [dense, packed])
+    assert len(more) == 2 * (1 + len([s for s in few if s.name == "scan"]) * 2) + 2
+
+
+def absent(monkeypatch, *names):
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_absent_peers_are_skipped_with_a_reason(monkeypatch, capsys):
+    absent(monkeypatch, "cudnn", "cudnn.linear_attention.ops", "fla", "fla.ops.kda")
+    shape = find_shape("T8192_H96")
+    made = chunk_kda.make_candidates(OPS[0], shape, form_inputs(), ["states"], ["cudnn", "fla"])
+    assert made == []
+    printed = capsys.readouterr().out
+    for peer in ("cudnn", "fla"):
+        assert f"{peer}: skipped: import {peer}" in printed
+    other = find_shape("T8192_H64")
+    with pytest.raises(providers.Unavailable, match="T8192_H96, B4_T4096_H32 only"):
+        providers.make("fla", OPS[0], other, form_inputs(), [])
+
+
+def test_cudnn_is_called_by_its_plan_with_what_it_takes(monkeypatch):
+    asked = []
+
+    def fwd(*args, **more):
+        asked.append((args, more))
+        return args[2], None
+
+    monkeypatch.setitem(
+        sys.modules,
+        "cudnn.linear_attention.ops",
+        types.SimpleNamespace(kimi_delta_attention=fwd),
+    )
+    inputs = form_inputs()
+    made = providers.make("cudnn", "chunk_kda_fwd", DENSE, inputs, [])
+    assert [c.variant for c in made] == ["A", "B", "prepared"]
+    for c in made:
+        assert c.results(c.run())["o"] is inputs[c.form].v
+        args, more = asked[-1]
+        x = inputs[c.form]
+        assert all(a is b for a, b in zip(args, (x.q, x.k, x.v, x.g, x.beta), strict=False))
+        assert args[5].tolist() == [0, 70, 140]
+        assert more["plan_name"] == "kda_hopper_cuda"
+        assert more["initial_state"].shape == (2, 2, 128, 128)
+        assert more["use_qk_l2norm_in_kernel"] == (c.form != "prepared")
+        raw = (more["safe_gate"], more["use_beta_sigmoid_in_kernel"], more["a_log"] is not None)
+        assert raw == (c.form == "B",) * 3
+
+    def bwd(*args, **more):
+        asked.append((args, more))
+        return (*args[1:6], more["initial_state"], None, None)
+
+    op = types.SimpleNamespace(default=bwd)
+    monkeypatch.setattr(
+        torch.ops, "cudnn", types.SimpleNamespace(kimi_delta_attention_bwd=op), raising=False
+    )
+    (c,) = providers.make("cudnn", "chunk_kda_bwd", DENSE, inputs, [])
+    assert c.variant == "prepared"
+    assert list(c.results(c.run())) == ["dq", "dk", "dv", "dg", "dbeta"]
+    args, more = asked[-1]
+    assert args[0] is inputs["prepared"].do
+    assert args[7] == 128**-0.5
+    assert more["d_final_state"].shape == (2, 2, 128, 128)
+
+
+def test_fla_is_called_as_we_are(monkeypatch):
+    function = functools.partial(kda_cute.chunk_kda, backend="reference")
+    module = types.SimpleNamespace(chunk_kda=function)
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", module)
+    monkeypatch.setattr(providers, "FLA_SHAPES", ("dense",))
+    for op in OPS:
+        made = providers.make("fla", op, DENSE, form_inputs(), [])
+        assert [c.variant for c in made] == ["A", "B"]
+        rows, wrong = chunk_kda.gate(op, made, form_inputs())
+        assert not wrong
+        assert {row["tensor"] for row in rows} == set(forms.expected(op, form_inputs()["A"], [0]))
+
+
+# ---------------------------------------------------------------- level 2: a run
+class Provider:
+    """Candidates that return float64's results times `factor`, and launch `kernels`."""
+
+    def __init__(self, device, name, *variants, factor=1.0, kernels=("mine",), raises=None):
+        self.device, self.name, self.variants = device, name, variants
+        self.factor, self.kernels, self.raises = factor, kernels, raises
+        self.calls = 0
+
+    def __call__(self, op, shape, inputs, options):
+        return [self.candidate(op, variant, inputs) for variant in self.variants]
+
+    def candidate(self, op, variant, inputs):
+        form = variant.split("/")[0]
+        want = forms.expected(op, inputs[form], range(inputs[form].shape.H))
+
+        def run():
+            self.calls += 1
+            if self.raises:
+                raise self.raises
+            self.device.launch(*self.kernels)
+            return {name: t * self.factor for name, t in want.items()}
+
+        return providers.Candidate(
+            self.name, variant, run, lambda out: out, providers.Kernels(("mine",)),
+            stages={"mine": (4_260_000, 0)} if self.name == "kda_cute" else {},
+            host=self.name == "kda_cute",
+        )  # fmt: skip
+
+
+@pytest.fixture
+def level_2(monkeypatch):
+    """Run level 2 on a machine that seems to have a GPU: level_2({name: Provider}, *arguments)."""
+    device, make_inputs = Recorder(), chunk_kda.make_inputs
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    monkeypatch.setitem(SHAPES, "dense", DENSE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(results, "surroundings", lambda: HEADER)
+    monkeypatch.setattr(run, "compile_forward", lambda *_: None)
+    monkeypatch.setattr(chunk_kda, "make_inputs", lambda shape: make_inputs(shape, "cpu"))
+    fence = lambda: device.launch("fence")  # noqa: E731
+    seen = functools.partial(profiler.kernel_calls, fence=fence, recorder=device)
+    monkeypatch.setattr(profiler, "kernel_calls", seen)
+    fake_time = functools.partial(timing.interleaved, flush=lambda: None, clock=Clock([]))
+    monkeypatch.setattr(chunk_kda, "interleaved", fake_time)
+
+    def start(op, made, *more):
+        monkeypatch.setattr(providers, "PROVIDERS", {p.name: p for p in made})
+        return run.main([op, "--repeats", "3", *more])
+
+    start.device = device
+    return start
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_level_2_run_in_which_all_pass(level_2, tmp_path, capsys, op):
+    ours = Provider(level_2.device, "kda_cute", "A/states", "B/states", kernels=("mine", "copy"))
+    cudnn = Provider(level_2.device, "cudnn", "prepared")
+    out = tmp_path / "r.json"
+    assert level_2(op, [ours, cudnn], "--shapes", "small,dense", "--out", str(out)) == 0
+    rows = results.read(out)["rows"]
+    timed = [row for row in rows if results.is_timing(row)]
+    variants = ["A/states", "A/states/mine", "B/states", "B/states/mine", "prepared"]
+    assert [(r["shape"], r["variant"]) for r in timed] == list(
+        itertools.product(("small", "dense"), variants)
+    )
+    whole, kernel = timed[0], timed[1]
+    assert 0 < kernel["median_us"] < whole["median_us"]
+    assert whole["wall_us"] > 0
+    assert whole["host_us"] >= 0
+    assert "host_us" not in timed[4]
+    assert whole["bytes"] == chunk_kda_bytes(op, SMALL, "A", states=False)
+    assert timed[4]["bytes"] == whole["bytes"]  # fp32 g and beta, too
+    assert kernel["bytes"] == 4_260_000
+    tensors = len(forms.LEAVES) if op == "chunk_kda_bwd" else 1
+    assert len(rows) - len(timed) == 2 * 3 * tensors
+    printed = capsys.readouterr().out
+    assert "kda_cute/A/states also ran: copy" in printed
+    assert "| A/states | cudnn/prepared |" in printed
+    assert "geometric mean" in printed
+
+
+def test_what_fails_in_level_2_is_never_timed(level_2, tmp_path, capsys):
+    device = level_2.device
+    bad = [
+        Provider(device, "kda_cute", "B/states", factor=1.5),
+        Provider(device, "cudnn", "prepared", raises=ValueError("no plan")),
+        Provider(device, "fla", "B", kernels=("theirs",)),
+    ]
+    out = tmp_path / "r.json"
+    assert level_2(OPS[0], bad, "--shapes", "dense", "--fla", "--out", str(out)) == 1
+    timed = [row for row in results.read(out)["rows"] if results.is_timing(row)]
+    assert {row["provider"]: row["failed"] for row in timed} == {
+        "kda_cute": ["o"],
+        "cudnn": ["ValueError"],
+        "fla": ["kernels"],
+    }
+    assert all(row["median_us"] is None for row in timed)
+    assert [p.calls for p in bad[:2]] == [1, 1]  # by the gate
+    printed = capsys.readouterr().out
+    assert "kda_cute/B/states: FAILED: o" in printed
+    assert "no kernel like mine among ['theirs']" in printed
+
+
+def test_not_a_number_fails_the_gate(level_2):
+    ours = Provider(level_2.device, "kda_cute", "A/states", factor=math.nan)
+    assert level_2(OPS[0], [ours], "--shapes", "dense", "--no-cudnn") == 1
+    assert ours.calls == 1
+
+
+def test_a_profiler_that_sees_nothing_gives_no_times(level_2, monkeypatch, tmp_path):
+    def blind(*_, **__):
+        raise RuntimeError("the profiler shows []")
+
+    monkeypatch.setattr(profiler, "kernel_calls", blind)
+    ours, out = Provider(level_2.device, "kda_cute", "A/states"), tmp_path / "r.json"
+    more = ("--shapes", "dense", "--no-cudnn", "--out", str(out))
+    assert level_2(OPS[0], [ours], *more) == 1
+    assert results.read(out)["rows"][-1]["failed"] == ["profiler"]
+
+
+def test_which_providers_a_level_2_run_asks(level_2, monkeypatch):
+    asked = []
+    monkeypatch.setattr(chunk_kda, "run", lambda op, shapes, **how: asked.append(how) or 0)
+    for flags, wanted in (
+        ((), ["kda_cute", "cudnn"]),
+        (("--fla", "--no-cudnn"), ["kda_cute", "fla"]),
+        (("--no-ours",), ["cudnn"]),
+    ):
+        assert level_2(OPS[0], [], *flags) == 0
+        assert asked[-1]["wanted"] == wanted
+
+
+def test_level_2_command_line(monkeypatch, capsys):
+    compiled = []
+    monkeypatch.setattr(run.kernels, "object_files", compiled.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for args in (["--forms", "C"], ["--options", "all"], ["--shapes", "T1"]):
+        with pytest.raises(SystemExit) as stop:
+            run.main(["chunk_kda_fwd", *args])
+        assert stop.value.code == 2
+        assert args[1] in capsys.readouterr().err
+    assert not compiled
+    assert run.main(["chunk_kda_fwd", "--compile-only", "--forms", "A"]) == 0
+    assert len(compiled[0]) > 0
+    assert run.main(["chunk_kda_bwd"]) == 2
+    assert "CUDA" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- level 2: tables
+def level_2_rows():
+    def row(shape, provider, variant, us, moved=4_260_000, **more):
+        timed = None if us is None else timing.Timing((us,))
+        return results.timing_row(
+            OPS[0], shape, provider, variant, timed, moved=moved, flops=1, **more
+        )
+
+    host = timing.Timing((40.0,))
+    return [
+        row("T8192_H96", "kda_cute", "A/states", 200.0, wall=timing.Timing((210.0,)), host=host),
+        row("T8192_H96", "kda_cute", "A/states/scan", 2.0),
+        row("T2048_H12", "kda_cute", "A/states", 30.0),
+        row("T2048_H12", "kda_cute", "A/states/scan", 8.0),
+        row("T8192_H96", "kda_cute", "B/states", None, failed=["o"]),
+        row("T8192_H96", "cudnn", "prepared", 100.0),
+        row("T2048_H12", "cudnn", "prepared", 60.0),
+        row("T8192_H96", "cudnn", "B", 100.0),
+        row("T8192_H96", "fla", "A", 400.0),
+    ]
+
+
+def test_geometric_means():
+    assert compare.geomean([2.0, 8.0]) == pytest.approx(4.0)
+    with pytest.raises(ValueError):
+        compare.geomean([])
+
+
+def test_ratios_are_within_a_form_and_to_prepared_inputs():
+    rows = level_2_rows()
+    assert compare.peer_ratios(rows) == {
+        ("A/states", "cudnn/prepared"): {"T8192_H96": 2.0, "T2048_H12": 0.5},
+        ("A/states", "fla/A"): {"T8192_H96": 0.5},
+    }
+    kernels = compare.kernel_ratios(rows)
+    assert kernels[("A/states", "scan")] == pytest.approx({"T8192_H96": 2.0, "T2048_H12": 8.0})
+
+
+def test_level_2_tables():
+    markdown = compare.to_markdown(level_2_rows())
+    times, host, *_ = (line for line in cells(markdown, "T8192_H96") if line[1] in ("200", "40.0"))
+    assert times == ["T8192_H96", "200", "gate failed: o", "100", "100", "400"]
+    assert host == ["T8192_H96", "40.0"]
+    ratio = cells(markdown, "A/states | cudnn/prepared")[0]
+    assert ratio[2:] == ["2.00x", "0.50x", "**1.00x** of 2"]
+    assert cells(markdown, "A/states | fla/A")[0][2:] == ["0.50x", "", "**0.50x** of 1"]
+    assert cells(markdown, "A/states | scan")[0][2:] == ["2.00x", "8.00x", "**4.00x** of 2"]
+
+
+def test_report_has_level_2_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    results.write(tmp_path / "r.json", level_2_rows(), HEADER)
+    path = readme(tmp_path)
+    assert report.main([str(path)]) == 0
+    text = path.read_text()
+    assert text.count("`chunk_kda_fwd`, kernel time") == 1
+    assert "| A/states | cudnn/prepared | 2.00x | 0.50x |" in text
+
+
 # ---------------------------------------------------------------- the scalar kernel
 CONFIGS = [
     ScalarConfig(),
@@ -484,6 +964,6 @@ def test_sanitize_holds_its_runs_against_the_reference(monkeypatch, capsys, fact
     asked = []
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")
     monkeypatch.setattr(sanitize, "load", lambda *config: asked.append(config) or kernel)
-    assert sanitize.main(["--every-lane"]) == code
+    assert sanitize.main(["--every-lane", "--operator", "bwd_recurrence"]) == code
     assert asked == [(p, x, True) for p in ("tf32", "bf16") for x in ("default", "padded")]
     assert capsys.readouterr().out.count("ok" if code == 0 else "WRONG") == 4

@@ -45,7 +45,7 @@ def test_kernel_keeps_its_budgets(objects, config):
     (kernel,) = kernel_compile.report(objects[config])
     assert (kernel.stack, kernel.spills) == (0, 0)
     assert kernel.registers <= (168 if config.groups == 2 else 255)
-    assert kernel.ops["HGMMA"] == sum(row.count for row in scan.mma_account(config)) == 24
+    assert kernel.ops["HGMMA"] == sum(row.static for row in scan.mma_account(config)) == 24
     waits = kernel.sass.count("WARPGROUP.DEPBAR")
     assert waits == 5, "a wait that nobody wrote: ptxas orders MMAs and registers itself"
     assert kernel.ops["USETMAXREG"] == (2 if config.groups == 2 else 0)
@@ -58,7 +58,7 @@ def test_plan_fits(groups, save):
     assert plan.total_bytes <= plan.limit == 232_448
     assert plan["w"].stages >= 2
     assert plan["u"].stages == groups * plan["w"].stages
-    assert ("states" in plan) == save
+    assert ("states" in plan) == ("U" in plan) == save
 
 
 def test_reference_by_tokens():
@@ -105,32 +105,34 @@ class Case(NamedTuple):
     cu_seqlens: torch.Tensor | None
 
 
-def make_case(*, B=2, T=DENSE_T, lengths=None, spare=0, H=3, initial=None, coupling=0.1) -> Case:
+def make_case(
+    *, B=2, T=DENSE_T, lengths=None, spare=0, H=3, initial=None, coupling=0.1, device=DEVICE
+) -> Case:
     """Random factors, 0 in rows that no token has; slots that no chunk owns hold NaN.  `spare`
     tokens follow the last packed sequence.  coupling: the size of w and kr; rounding errors of S grow
     from chunk to chunk at 0.1, and fade at half of that.
     """
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    rand = functools.partial(torch.randn, generator=generator, device=DEVICE)
+    generator = torch.Generator(device).manual_seed(0)
+    rand = functools.partial(torch.randn, generator=generator, device=device)
     cu = None
     if lengths is not None:
         B, T, N = 1, sum(lengths) + spare, len(lengths)
         bounds = [sum(lengths[:n]) for n in range(N + 1)]
-        cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+        cu = torch.tensor(bounds, dtype=torch.int32, device=device)
         first_slots = [first // CHUNK + n for n, first in enumerate(bounds[:-1])]
         slots = slot_count(T, N, True)
     else:
         N, lengths = B, [T] * B
         slots = slot_count(B * T, B, False)
         first_slots = [n * (slots // B) for n in range(B)]
-    valid = torch.full((slots, 1, CHUNK, 1), torch.nan, device=DEVICE)
+    valid = torch.full((slots, 1, CHUNK, 1), torch.nan, device=device)
     for first, length in zip(first_slots, lengths, strict=True):
         for c in range(-(-length // CHUNK)):
-            rows = torch.arange(CHUNK, device=DEVICE) < length - CHUNK * c
+            rows = torch.arange(CHUNK, device=device) < length - CHUNK * c
             valid[first + c, 0, :, 0] = rows.float()
     wide = lambda scale: (scale * rand(slots, H, CHUNK, HEAD_DIM) * valid).bfloat16()  # noqa: E731
     square = (0.1 * rand(slots, H, CHUNK, CHUNK)).tril(-1) * valid
-    eg = 0.3 + 0.7 * torch.rand(slots, H, HEAD_DIM, generator=generator, device=DEVICE)
+    eg = 0.3 + 0.7 * torch.rand(slots, H, HEAD_DIM, generator=generator, device=device)
     factors = Factors(
         wide(coupling), wide(coupling), wide(0.1), wide(1.0), square.bfloat16(),
         0.3 * rand(slots, H, CHUNK) * valid[..., 0], eg * valid[:, :, :1, 0],
@@ -144,8 +146,8 @@ def poisoned(*shape, dtype):
 
 
 def run(case, groups, *, save=True, keys_first=False, layout="default"):
-    """(o, final, states) as the kernel writes them into NaN; keys_first: states in memory are
-    [K, V].
+    """(o, final, states, U) as the kernel writes them into NaN; keys_first: first and last states
+    in memory are [K, V].
     """
     names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     initial = case.initial
@@ -155,12 +157,13 @@ def run(case, groups, *, save=True, keys_first=False, layout="default"):
     o = poisoned(case.B, case.T, H, HEAD_DIM, dtype=torch.bfloat16)
     final = poisoned(case.N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
     states = poisoned(slots, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16) if save else None
+    U = poisoned(slots, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16) if save else None
     if keys_first:
         final = final.transpose(2, 3)
         initial = None if initial is None else initial.transpose(2, 3).contiguous().transpose(2, 3)
     kernel = kernel_compile.load(spec(config))
-    kernel(*case.factors, initial, case.cu_seqlens, o, states, final)
-    return o, final, states
+    kernel(*case.factors, initial, case.cu_seqlens, o, states, U, final)
+    return o, final, states, U
 
 
 def assert_close(got, expected, what):
@@ -175,7 +178,9 @@ def assert_close(got, expected, what):
 
 def check(case, results):
     expected = reference_stages.scan(case.factors, case.B, case.T, case.initial, case.cu_seqlens)
-    for what, got, ref in zip(("o", "final", "states"), results, expected, strict=True):
+    U = case.factors.u.double() - case.factors.w.double() @ expected.states.mT
+    names = ("o", "final", "states", "U")
+    for what, got, ref in zip(names, results, (*expected, U), strict=True):
         if got is not None:
             assert_close(got, ref, what)
 
@@ -233,12 +238,12 @@ def test_many_chunks(groups):
 def test_strided_outputs_and_offsets():
     """o inside a wider tensor, cu_seqlens as the low words of int64."""
     case = make_case(lengths=PACKED, initial=torch.float32)
-    o, final, states = run(case, 2)
+    o, final, states, U = run(case, 2)
     H = o.shape[2]
     buffer = poisoned(1, case.T, 2 * H, HEAD_DIM, dtype=torch.bfloat16)
     low = case.cu_seqlens.long().view(torch.int32)[::2]
     kernel = kernel_compile.load(spec(Config(2, True, "f32", True, True)))
-    kernel(*case.factors, case.initial, low, buffer[:, :, H:], states, final)
+    kernel(*case.factors, case.initial, low, buffer[:, :, H:], states, U, final)
     assert torch.equal(buffer[:, :, H:], o) and buffer[:, :, :H].isnan().all()
 
 
@@ -254,10 +259,13 @@ def test_offsets_out_of_range(groups):
         guard = 64
         rows = poisoned(1, case.T + 2 * guard, H, HEAD_DIM, dtype=torch.bfloat16)
         states = poisoned(slots + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16)
+        U = poisoned(slots + 2, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16)
         final = poisoned(case.N + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         factors = Factors(*(x.nan_to_num(1.0) for x in case.factors))
         kernel = kernel_compile.load(spec(Config(groups, True, "f32", True, True)))
-        kernel(*factors, case.initial, cu, rows[:, guard:-guard], states[1:-1], final[1:-1])
+        outputs = rows[:, guard:-guard], states[1:-1], U[1:-1], final[1:-1]
+        kernel(*factors, case.initial, cu, *outputs)
         torch.cuda.synchronize()
         assert rows[:, :guard].isnan().all() and rows[:, -guard:].isnan().all()
-        assert states[[0, -1]].isnan().all() and final[[0, -1]].isnan().all()
+        for x in (states, U, final):
+            assert x[[0, -1]].isnan().all()

@@ -48,5 +48,9 @@ def store(tma: Tma, tile, block):
 
 def _partition(tma, block, tile):
     return cpasync.tma_partition(
-        tma.atom, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(block, 0, 2)
+        tma.atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(tile, 0, 2),
+        cute.group_modes(block, 0, 2),
     )

@@ -173,6 +173,16 @@ def column_sums() -> tuple[Coord, ...]:
     return tuple((0, 8 * (i // 16) + 2 * (i % 4) + i // 8 % 2) for i in range(WARP))
 
 
+def neighbours() -> tuple[Coord, ...]:
+    """(0, 2 lane): 64 columns of one row, two a lane."""
+    return tuple((0, 2 * lane) for lane in range(WARP))
+
+
+def quarters(columns: int) -> tuple[Coord, ...]:
+    """(r, columns c): eight rows, four lanes a row, `columns` apart."""
+    return tuple((lane // 4, columns * (lane % 4)) for lane in range(WARP))
+
+
 def vectors_of_8() -> tuple[Coord, ...]:
     """Two rows of 128 bf16 in vectors of 8."""
     return tuple((lane // 16, 8 * (lane % 16)) for lane in range(WARP))
@@ -186,14 +196,8 @@ def grid(rows: Sequence[int], cols: Sequence[int]) -> tuple[Coord, ...]:
 # ---- kernels
 
 
-def bwd_recurrence_accesses(plan: Plan) -> list[Access]:
-    """What the 4 value, 4 key and 4 pair warps of bwd_recurrence access in one chunk.
-
-    A value warp owns 32 rows of V, a key or pair warp 32 columns of K: 4 column tiles of 8. Three
-    pair warps also make one small matrix each. The precision of the plan is read off the dtype of
-    dS. Left out: bulk copies, mbarriers, shuffles, the zeroing of a sequence's tail, and the
-    predicated stores of the diagonal of dM.
-    """
+def _collector(plan: Plan):
+    """(accesses, adder): adder(role, warps) gives a function that appends an access of that role."""
     accesses: list[Access] = []
 
     def adder(role: str, warps: int):
@@ -203,6 +207,18 @@ def bwd_recurrence_accesses(plan: Plan) -> list[Access]:
 
         return add
 
+    return accesses, adder
+
+
+def bwd_recurrence_accesses(plan: Plan) -> list[Access]:
+    """What the 4 value, 4 key and 4 pair warps of bwd_recurrence access in one chunk.
+
+    A value warp owns 32 rows of V, a key or pair warp 32 columns of K: 4 column tiles of 8. Three
+    pair warps also make one small matrix each. The precision of the plan is read off the dtype of
+    dS. Left out: bulk copies, mbarriers, shuffles, the zeroing of a sequence's tail, and the
+    predicated stores of the diagonal of dM.
+    """
+    accesses, adder = _collector(plan)
     for role, of_role in (("value", _value), ("key", _key), ("pair", _pair)):
         of_role(adder(role, 4), plan["dS"].dtype == "f32")
     _one_pair_warp(adder("one pair warp", 1), plan["dS"].dtype == "f32")
@@ -309,6 +325,134 @@ def _one_pair_warp(add, tf32: bool) -> None:
     add("dL elementwise", "dL", "lds64", pairs(), 4, SMALL_PAIRS)
 
 
+SQUARES = range(0, 64, 16)  # starts of blocks of 16, of 64 tokens
+
+
+def transition_accesses(plan: Plan) -> list[Access]:
+    """What the 8 warps of transition access in one chunk of 64 tokens.
+
+    Left out: bulk copies, operands of wgmma, clearing L and mqk, lines that whole warps share, and
+    the predicated stores of the pairs inside a block.
+    """
+    accesses, adder = _collector(plan)
+    _gate(adder("gate", 8))
+    _rectangles(adder("pairs of blocks", 6))
+    for s in (8, 4, 2, 1):
+        _level(adder(f"level {s}", 4), s)
+    _tiles(adder("tiles", 4))
+    _inverse(adder)
+    add = adder("publish", 8)
+    add("X", "L", "lds128", quarters(16), 4, grid(range(0, 64, 8), range(0, 16, 4)))
+    add("A store", "A", "sts128", quarters(16), 2, grid(range(0, 64, 8), HALVES))
+    add = adder("product", 4)
+    for result, tile in (("w", "k"), ("u", "v")):
+        add(f"{result} store", tile, "stmatrix", matrices(), 8, grid(SQUARES, range(0, 128, 16)))
+    return accesses
+
+
+def _gate(add) -> None:
+    add("gc store", "gc", "sts64", neighbours(), 16, grid(range(64), (0, 64)))
+    add("totals store", "totals", "sts64", neighbours(), 1, grid(range(4), (0, 64)))
+    add("totals", "totals", "lds64", neighbours(), 4, grid(range(4), (0, 64)))
+    # The first of four pieces; the others differ by one XOR of all lanes.
+    piece = lambda part: 8 * (8 * (part // 2) + 4 * (part % 2) + part // 2 * 2)  # noqa: E731
+    coords = tuple((lane // 4, piece(lane % 4)) for lane in range(WARP))
+    for tile in ("k", "q"):
+        add(f"{tile} for norms", tile, "lds128", coords, 4, grid(range(0, 64, 8), (0,)))
+
+
+def _rectangles(add) -> None:
+    """Products of 16 left rows, 16 to 63, and 16 right rows, 0 to 47."""
+    blocks, left, right = range(0, 128, 16), range(16, 64, 8), range(0, 48, 8)
+    for tile in ("k", "q"):
+        add(f"{tile} as A", tile, "ldmatrix", matrices(), 8, grid(SQUARES[1:], blocks))
+    add("k as B", "k", "ldmatrix", matrices_across(), 8, grid(SQUARES[:3], blocks))
+    add("gc of left rows", "gc", "lds64", pairs(), 32, grid(left, WIDE))
+    add("gc of right rows", "gc", "lds64", pairs(), 32, grid(right, WIDE))
+    add("gc of the anchor", "gc", "lds64", per_column(), 16, grid(SQUARES[1:], WIDE))
+    stored = grid(left, tuple(c + i for c in right for i in (0, 1)))
+    add("L store", "L", "sts32", pairs(), 8, stored)
+    add("mqk store", "mqk", "sts16", pairs(), 8, stored)
+
+
+def _level(add, s: int) -> None:
+    """Pairs of a block of 16 whose highest differing bit is s: left rows have it, right ones not.
+
+    An ldmatrix of left rows takes two matrices of k and two of q; it counts here as half of one that
+    takes four of k and half of one that takes four of q.
+    """
+
+    def token(x: int) -> int:
+        return (x & -s) << 1 | x & (s - 1)
+
+    def rows(first) -> tuple[Coord, ...]:
+        return tuple((first(lane % 8), 8 * (lane // 8)) for lane in range(WARP))
+
+    def columns(first) -> tuple[Coord, ...]:
+        return tuple((first(lane // 4), 2 * (lane % 4)) for lane in range(WARP))
+
+    for tile in ("k", "q"):
+        coords = rows(lambda x: token(x) + s)
+        add(f"{tile} as A", tile, "ldmatrix", coords, 4, grid(SQUARES, range(0, 128, 32)))
+    add("k as B", "k", "ldmatrix", rows(token), 4, grid(SQUARES, range(0, 128, 32)))
+    for name, first in (
+        ("left rows", lambda x: token(x) + s),
+        ("right rows", token),
+        ("anchors", lambda x: ((x & -s) << 1) + s),
+    ):
+        add(f"gc of {name}", "gc", "lds64", columns(first), 16, grid(SQUARES, WIDE))
+
+
+def _tiles(add) -> None:
+    """kd over k, qd over q, and kr: a warp has 32 rows and 64 columns."""
+    every = grid(range(64), (0, 64))
+    add("gc", "gc", "lds64", neighbours(), 33, every)
+    for tile in ("k", "q"):
+        add(tile, tile, "lds32", neighbours(), 32, every)
+    for name, tile in (("kd", "k"), ("qd", "q"), ("kr", "kr")):
+        add(f"{name} store", tile, "sts32", neighbours(), 32, every)
+
+
+def _inverse(adder) -> None:
+    """Blocks of 16 of L and X: on the diagonal, below it in pairs of blocks, in the corner of four."""
+    blocks = grid(range(0, 64, 8), range(0, 64, 8))
+    every = grid(tuple(r + i for r in range(0, 64, 8) for i in (0, 1)), range(0, 64, 8))
+    for name, warps, rows, columns in (
+        ("diagonal", 4, 1, 1),
+        ("below", 2, 1, 2),
+        ("corner", 4, 2, 6),
+    ):
+        add = adder(f"inverse, {name}", warps)
+        add("L or X as A", "L", "lds64", pairs(), 4 * rows, blocks)
+        add("L or X as B, rows strided", "L", "lds32", strided(), 8 * columns, every)
+        add("X store", "L", "sts64", pairs(), 4, blocks)
+
+
+def scan_accesses(plan: Plan) -> list[Access]:
+    """What the consumer warpgroups of scan access in one chunk of 64 tokens; a warp has 16 columns v.
+
+    Left out: bulk copies, operands of wgmma, and rows of a last chunk that is not full.
+    """
+    accesses, adder = _collector(plan)
+    groups = next(plan[name].stages for name in ("o", "dU") if name in plan)
+    add = adder("consumer", 4 * groups)
+    add("eg", "eg", "lds64", per_column(), 16, grid((0,), WIDE))
+    add("qk", "qk", "lds64", per_column(), 8, grid((0,), range(0, 64, 8)))
+    columns, states = grid(SQUARES, SQUARES), grid(SQUARES, range(0, 128, 16))
+    for tile, kind, coords, per_warp, shifts in (
+        ("u", "ldmatrix_trans", matrices_across(), 4, columns),
+        ("do", "ldmatrix_trans", matrices_across(), 4, columns),
+        ("o", "stmatrix_trans", matrices_across(), 4, columns),
+        ("U", "stmatrix_trans", matrices_across(), 4, columns),
+        ("dU", "stmatrix_trans", matrices_across(), 4, columns),
+        ("states", "stmatrix", matrices(), 8, states),
+        ("dstates", "stmatrix", matrices(), 8, states),
+    ):
+        if tile in plan:  # forward or reverse, with or without what a backward pass wants
+            add(tile, tile, kind, coords, per_warp, shifts)
+    return accesses
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What the audit knows of a kernel: its accesses, and the tiles moved by TMA or bulk copies."""
@@ -321,6 +465,14 @@ KERNELS: dict[str, Kernel] = {
     "bwd_recurrence": Kernel(
         accesses=bwd_recurrence_accesses,
         copied=tuple("kd qd kr ki do v inv mqk g_total states".split()),
+    ),
+    "scan": Kernel(
+        accesses=scan_accesses,
+        copied=tuple("w kr qd u do mqk qk eg o U dU states dstates".split()),
+    ),
+    "transition": Kernel(
+        accesses=transition_accesses,
+        copied=tuple("k q v kr mqk".split()),
     ),
 }
 

@@ -76,27 +76,31 @@ BWD_RECURRENCE = Family(
 )
 
 
-def scan_tiles(wide: Layout, precision: str, *, groups: int = 2, save: bool = True) -> list[Tile]:
+def scan_tiles(
+    wide: Layout, precision: str, *, groups: int = 2, save: bool = True, reverse: bool = False
+) -> list[Tile]:
     """Tiles of one chunk of 64 tokens, K = V = 128, for `groups` warpgroups of 64 columns v each.
 
     A warpgroup has its own stage of the tiles that are cut along V: stage s of the chunk is stage
-    groups * s + g of u, and o and states have no more stages than that. The producer is chunks ahead
-    of the consumers, so every tile is live in every step.
+    groups * s + g of u or do, and what is staged for output has no more stages than that. The
+    producer is chunks ahead of the consumers, so every tile is live in every step.
     """
     stages = 2 if groups == 2 else 3
     dense = Dense()
-    tiles = [
+    if reverse:
+        columns, by_tokens, states = "do", ("dU",), ("dstates",)
+    else:
+        columns, by_tokens, states = "u", ("o", "U")[: 1 + save], ("states",)[:save]
+    return [
         *(Tile(name, (64, 128), "bf16", wide, stages=stages) for name in ("w", "kr", "qd")),
         Tile("mqk", (64, 64), "bf16", wide, stages=stages),
-        Tile("u", (64, 64), "bf16", wide, stages=stages * groups),  # [token, v]
+        Tile(columns, (64, 64), "bf16", wide, stages=stages * groups),  # [token, v]
         Tile("qk", (1, 64), "f32", dense, stages=stages),
         Tile("eg", (1, 128), "f32", dense, stages=stages),
-        Tile("o", (64, 64), "bf16", wide, stages=groups),  # [token, v]
+        *(Tile(name, (64, 64), "bf16", wide, stages=groups) for name in by_tokens),  # [token, v]
         Tile("barriers", (1, 2 * stages), "i64", dense),
+        *(Tile(name, (64, 128), "bf16", wide, stages=groups) for name in states),  # [v, K]
     ]
-    if save:
-        tiles.append(Tile("states", (64, 128), "bf16", wide, stages=groups))  # [v, K]
-    return tiles
 
 
 SCAN = Family(
@@ -105,6 +109,7 @@ SCAN = Family(
     layouts={"default": Swizzle128()},
     precisions=("bf16",),
 )
+
 
 def transition_tiles(wide: Layout, precision: str) -> list[Tile]:
     """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of gc.
@@ -132,7 +137,44 @@ TRANSITION = Family(
     precisions=("bf16",),
 )
 
-FAMILIES: dict[str, Family] = {"bwd_recurrence": BWD_RECURRENCE, "scan": SCAN, "transition": TRANSITION}
+
+def gradients_tiles(wide: Layout, precision: str) -> list[Tile]:
+    """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the fp32 tiles.
+
+    dU becomes dv in place. M and L hold both triangles, and nothing on the diagonal.
+    """
+    swizzle, dense = Swizzle128(), Dense()
+    return [
+        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("q", "k")),
+        *(Tile(name, (128, 128), "bf16", swizzle, last="multiply") for name in ("S", "dS")),
+        *(Tile(name, (64, 128), "bf16", swizzle, last="multiply") for name in ("do", "U", "dU")),
+        Tile("A", (64, 64), "bf16", swizzle, last="first"),
+        Tile("gc", (64, 128), "f32", wide, first="gate", last="pairs"),
+        *(Tile(n, (64, 64), "bf16", swizzle, first="first", last="pairs") for n in ("M", "L")),
+        Tile("exchange", (64, 128), "f32", dense, first="pairs", last="pairs"),
+        Tile("krdkr", (64, 128), "f32", wide, first="pairs"),
+        *(Tile(name, (64, 128), "f32", wide, first="columns") for name in ("dq", "dk", "dgc")),
+        Tile("gate_sums", (8, 128), "f32", dense, first="gate", last="gate"),
+        Tile("column_sums", (24, 128), "f32", dense, first="columns"),
+        Tile("dgT", (2, 128), "f32", dense, first="multiply"),
+        Tile("rows", (10, 64), "f32", dense, first="gate"),  # see gradients.schedule.Row
+        Tile("barriers", (1, 3), "i64", dense),
+    ]
+
+
+GRADIENTS = Family(
+    steps=("load", "gate", "first", "multiply", "pairs", "columns"),
+    tiles=gradients_tiles,
+    layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136)},
+    precisions=("bf16",),
+)
+
+FAMILIES: dict[str, Family] = {
+    "bwd_recurrence": BWD_RECURRENCE,
+    "scan": SCAN,
+    "transition": TRANSITION,
+    "gradients": GRADIENTS,
+}
 
 
 @functools.cache

@@ -3,6 +3,6 @@ each role.
 """
 
 from .kernel import trace
-from .schedule import Config, MmaRow, mma_account
+from .schedule import Config, mma_account
 
-__all__ = ["Config", "MmaRow", "mma_account", "trace"]
+__all__ = ["Config", "mma_account", "trace"]

@@ -40,10 +40,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
+from ...device import tma
+from ...device.math import clamp
+from ...device.tma import Tma
 from ...device.warp_mma import WarpMma
-from ...layouts.variants import plan
 from .key import KeyRole
 from .pair import PairRole
 from .producer import ProducerRole, StoreRole
@@ -62,8 +63,8 @@ from .schedule import (
     D,
     Gmem,
     Registers,
-    Tma,
     Walk,
+    shared_memory,
 )
 from .value import ValueRole
 
@@ -73,7 +74,7 @@ class BwdRecurrence:
 
     def __init__(self, config: Config):
         self.config = config
-        self.plan = plan("bwd_recurrence", config.layout, config.precision)
+        self.plan = shared_memory(config)
         mma = WarpMma(config.precision)
         self.value = ValueRole(config, self.plan, mma)
         self.key, self.pair = (role(config, self.plan, mma) for role in (KeyRole, PairRole))
@@ -90,14 +91,10 @@ class BwdRecurrence:
     ):  # fmt: skip
         m = Gmem(do, v, beta, kd, qd, kr, ki, g_total, inv, mqk, states, dfinal, cu_seqlens,
                  dkd, dqd, dki, dkr, dgT, dv, dbeta, dinitial)  # fmt: skip
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tokens = self.plan["do"].cute_layout()
-        square = self.plan["states"].cute_layout()
-        by_head = lambda t: cute.make_tensor(t.iterator, cute.select(t.layout, mode=[0, 2, 1]))  # noqa: E731
-        by_tile = cute.make_tensor(states.iterator, cute.select(states.layout, mode=[2, 3, 1, 0]))
-        tma_do = Tma(*cpasync.make_tiled_tma_atom(load, by_head(do), tokens, (C, D)))
-        tma_v = Tma(*cpasync.make_tiled_tma_atom(load, by_head(v), tokens, (C, D)))
-        tma_s = Tma(*cpasync.make_tiled_tma_atom(load, by_tile, square, (D, D)))
+        by_head = lambda t: tma.permuted(t, [0, 2, 1])  # noqa: E731
+        tma_do = tma.make_load(by_head(do), self.plan["do"])
+        tma_v = tma.make_load(by_head(v), self.plan["v"])
+        tma_s = tma.make_load(tma.permuted(states, [2, 3, 1, 0]), self.plan["states"])
         sequences, heads = dinitial.shape[0], dinitial.shape[1]
         self.kernel(m, tma_do, tma_v, tma_s).launch(
             grid=(heads * sequences, 1, 1),
@@ -202,11 +199,6 @@ class BwdRecurrence:
         for name in names:
             tile = self.plan[name].view(base)
             tile[row, col] = tile.element_type(0)
-
-
-def clamp(x, top):
-    """x as Int32 within [0, top]."""
-    return cutlass.max(cutlass.min(Int32(x), top), 0)
 
 
 # ---------------------------------------------------------------- compile

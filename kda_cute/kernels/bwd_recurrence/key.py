@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...device.sync import arrive
 from ...device.warp_mma import (
     block_a,
     block_b,
@@ -20,7 +21,7 @@ from ...device.warp_mma import (
     unpack_bf16,
 )
 from .operands import N, Operands
-from .schedule import K_BLOCKS, Bar, Slot, Walk, arrive
+from .schedule import K_BLOCKS, Bar, Slot, Walk
 
 
 class KeyRole(Operands):

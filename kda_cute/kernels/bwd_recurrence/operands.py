@@ -5,8 +5,9 @@ columns k.
 import cutlass.cute as cute
 
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.sync import arrive
 from ...device.warp_mma import block_a, pairs_along_columns, store_pair
-from .schedule import OUTPUT_BYTES, WARPS, Bar, D, arrive
+from .schedule import OUTPUT_BYTES, WARPS, Bar, D
 
 N = D // 8 // WARPS  # column tiles of 8 that a warp owns
 

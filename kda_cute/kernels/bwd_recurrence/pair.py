@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.sync import arrive
 from ...device.warp_mma import (
     block_a,
     block_b,
@@ -32,7 +33,6 @@ from .schedule import (
     Gmem,
     Slot,
     Walk,
-    arrive,
 )
 
 

@@ -7,7 +7,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from .schedule import OUTPUT_BYTES, Bar, C, D, Gmem, Tma, Walk, arrive
+from ...device import tma
+from ...device.math import sigmoid
+from ...device.sync import arrive
+from ...device.tma import Tma
+from .schedule import OUTPUT_BYTES, Bar, C, D, Gmem, Walk
 
 
 class ProducerRole:
@@ -79,7 +83,7 @@ class ProducerRole:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, D * D * 2)
         tile = cute.local_tile(tma_s.tensor[None, None, walk.tile + t, walk.h], (D, D), (0, 0))
-        copy_tile(tma_s.atom, tile, self.plan["states"].view(base), full)
+        tma.load(tma_s, tile, self.plan["states"].view(base), full)
 
 
 class StoreRole:
@@ -112,22 +116,7 @@ class StoreRole:
             cute.copy(atom, self.plan[held_by].view(base, s)[row, None], out[h, tile, row, None])
 
 
-def sigmoid(x):
-    """1 / (1 + exp(-x)) by ex2 and rcp; 0 for very negative x."""
-    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -1.4426950408889634, fastmath=True))
-
-
-def copy_tokens(tma, tile, token, h, bar):
+def copy_tokens(copy, tile, token, h, bar):
     """16 rows from `token` on, of head h, to a tile."""
-    rows = cute.local_tile(
-        cute.domain_offset((token, 0), tma.tensor[None, None, h]), (C, D), (0, 0)
-    )
-    copy_tile(tma.atom, rows, tile, bar)
-
-
-def copy_tile(atom, src, dst, bar):
-    """One tensor copy, completing on bar."""
-    dst, src = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(dst, 0, 2), cute.group_modes(src, 0, 2)
-    )
-    cute.copy(atom, src, dst, tma_bar_ptr=bar)
+    rows = cute.domain_offset((token, 0), copy.tensor[None, None, h])
+    tma.load(copy, cute.local_tile(rows, (C, D), (0, 0)), tile, bar)

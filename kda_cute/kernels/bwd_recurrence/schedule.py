@@ -9,6 +9,10 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ...layouts.plan import Plan
+from ...layouts.variants import plan
+from ..budget import MMA_BF16, MMA_TF32, Budget, MmaRow, Role
+
 C, D = 16, 128  # tokens of a chunk; K = V
 K_BLOCKS = D // 16  # steps of 16 along K or V
 WARPS = 4  # in each role that computes: a warpgroup, so that it has its own register budget
@@ -25,8 +29,7 @@ class Config:
 
     unroll: of loops over K_BLOCKS whose accumulators stay; longer code misses the instruction cache
     more often.
-    every_lane: all lanes of a warp arrive at a barrier, not one of them for all: slower, for race
-    checkers that don't follow a warp's own synchronisation.
+    every_lane: see `device.sync.arrive`.
     """
 
     precision: str = "tf32"
@@ -66,18 +69,6 @@ class Bar(enum.IntEnum):
     KEY_DONE = 19  # key -> pair: ki was read, rowsum_v(dS S) is there
 
 
-def arrive(config: Config, *bars):
-    """This warp's arrival at each barrier, after all its lanes came here."""
-    cute.arch.sync_warp()
-    if config.every_lane:
-        for bar in bars:
-            cute.arch.mbarrier_arrive(bar)
-    else:
-        with cute.arch.elect_one():
-            for bar in bars:
-                cute.arch.mbarrier_arrive(bar)
-
-
 # Outputs leave through the bytes of tiles that only their own role still reads; ki alone is read by both.
 OUTPUT_BYTES = {"dkd": "kd", "dki": "qd", "dkr": "kr", "dqd": "ki"}
 TAIL_BARRIER = 1  # named barrier of all consumer warps
@@ -109,15 +100,9 @@ class Gmem(NamedTuple):
     dinitial: cute.Tensor  # [N, H, 128 (V), 128 (K)]
 
 
-class MmaRow(NamedTuple):
-    """Tensor-core instructions of one product in a chunk: warps x static (in the code of a warp) x
-    trips (of its loop).
-    """
-
-    product: str
-    warps: int
-    static: int
-    trips: int
+def shared_memory(config: Config) -> Plan:
+    """The kernel's plan."""
+    return plan("bwd_recurrence", config.layout, config.precision)
 
 
 def mma_account(config: Config) -> list[MmaRow]:
@@ -142,20 +127,31 @@ def mma_account(config: Config) -> list[MmaRow]:
         ("kd ki^T", 1, 2 * config.unroll, loops),
         ("U dS^T", WARPS, 4 * config.unroll, loops),
     ]
-    each = 2 if config.precision == "tf32" else 1
-    rows = [MmaRow(product, warps, static * each, trips) for product, warps, static, trips in steps]
-    return [
-        *rows,
-        MmaRow("dL ki, dM^T qd, (b dL)^T kd", WARPS, 2 * 3 * 4, 1),
-        MmaRow("dM ki", WARPS, 2 * 4, 1),
-    ]
+    opcode, each = (MMA_TF32, 2) if config.precision == "tf32" else (MMA_BF16, 1)
+    rows = [(product, warps, static * each, trips) for product, warps, static, trips in steps]
+    rows += [("dL ki, dM^T qd, (b dL)^T kd", WARPS, 2 * 3 * 4, 1), ("dM ki", WARPS, 2 * 4, 1)]
+    return [MmaRow(product, opcode, *counts) for product, *counts in rows]
 
 
-class Tma(NamedTuple):
-    """A tensor copy: its atom and the coordinate tensor of global memory."""
+def budget(config: Config) -> Budget:
+    """What the compiled kernel has to keep.
 
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
+    The mathematics takes, in steps of m16n8k16, seven products of the size [16,128] x [128,128],
+    seven of [16,16] x [16,128] and three of [16,128] x [128,16].  FFMA are left for scaling, the
+    diagonal of dM and a few sums; one product moved off the tensor cores would add a thousand.
+    """
+    steps = 7 * 128 + 7 * 16 + 3 * 16
+    tf32 = config.precision == "tf32"
+    implied = {MMA_TF32: 2 * steps} if tf32 else {MMA_BF16: steps + 4 * 16}  # hi + lo of four
+    return Budget(
+        threads=THREADS,
+        ctas=1,
+        plan=shared_memory(config),
+        mma=mma_account(config),
+        implied=implied,
+        ffma=256,
+        roles=tuple(Role(registers) for registers in Registers()),
+    )
 
 
 class Walk(NamedTuple):

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.sync import arrive
 from ...device.warp_mma import (
     block_b,
     block_values,
@@ -24,7 +25,7 @@ from ...device.warp_mma import (
     store_pair,
     unpack_bf16,
 )
-from .schedule import K_BLOCKS, WARPS, Bar, D, Gmem, Slot, Walk, arrive
+from .schedule import K_BLOCKS, WARPS, Bar, D, Gmem, Slot, Walk
 
 
 class ValueRole:

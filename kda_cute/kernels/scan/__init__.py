@@ -1,8 +1,15 @@
-"""The scan over a sequence's chunks: `kernel` (mathematics, launch), `schedule` (roles, barriers),
-and a file for each role.
+"""The scans over a sequence's chunks, forward and reverse: `kernel` and `reverse` (mathematics,
+launch), `schedule` (roles, barriers), `walker` and `state` (what both directions share), and a file
+for each role.
 """
 
-from .kernel import trace
-from .schedule import Config, MmaRow, mma_account
+from . import kernel, reverse
+from .schedule import Config, ReverseConfig, mma_account
 
-__all__ = ["Config", "MmaRow", "mma_account", "trace"]
+__all__ = ["Config", "ReverseConfig", "mma_account", "trace"]
+
+
+def trace(config: Config | ReverseConfig):
+    """(jit callable, fake arguments) for `compile.KernelSpec`, of the direction that config is for."""
+    direction = reverse if isinstance(config, ReverseConfig) else kernel
+    return direction.trace(config)

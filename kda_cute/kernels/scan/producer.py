@@ -6,48 +6,88 @@ from cutlass import Float32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...device import tma
-from .schedule import Bar, Copies, Gmem, Walk
+from .schedule import Bar, C, Gmem, Walk
+
+WHOLE = ("w", "kr", "qd", "mqk", "qk", "eg")  # tiles of a stage that all warpgroups share
 
 
-class ProducerRole:
-    """Code of the producer warp."""
+class _Producer:
+    """A stage at a time; a subclass says which chunk and in which order.  columns: the tile that is
+    cut along V.
+    """
+
+    columns: str
 
     def __init__(self, config, plan):
         self.config, self.plan = config, plan
         self.stages = plan["w"].stages
-        loaded = (*("w", "kr", "qd", "mqk", "qk", "eg"), *("u",) * config.groups)
+        loaded = (*WHOLE, *(self.columns,) * config.groups)
         self.bytes = sum(plan[name].copy_bytes for name in loaded)
 
     @cute.jit
-    def run(self, m: Gmem, walk: Walk, base, bars, copies: Copies):
+    def run(self, m: Gmem, walk: Walk, base, bars, copies):
         empty, full = bars + Bar.EMPTY * self.stages, bars + Bar.FULL * self.stages
         for it in cutlass.range(walk.chunks, unroll=1):
             s = it % self.stages
             cute.arch.mbarrier_wait(empty + s, (it // self.stages & 1) ^ 1)
-            self.copy_chunk(m, walk, base, full + s, s, walk.slot + walk.chunk(it), copies)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + s, self.bytes)
+            self.copy_chunk(m, walk, base, full + s, s, it, copies)
 
-    def copy_chunk(self, m, walk, base, full, s, slot, copies):
-        """Issue the copies of one chunk's stage; they complete on `full`.  What the first products
-        read comes first.
-        """
-        p, h = self.plan, walk.h
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes)
-        for name in ("w", "qd"):
-            self.copy_tile(getattr(copies, name), p[name].view(base, s), h, slot, full)
+    def copy_tiles(self, names, walk, base, full, s, chunk, copies):
+        """Tiles that all warpgroups read."""
+        for name in names:
+            copy, tile = getattr(copies, name), self.plan[name].view(base, s)
+            self.copy_block(copy.tensor[None, None, walk.h, walk.slot + chunk], copy, tile, full)
+
+    def copy_columns(self, rows, copy, walk, base, full, s):
+        """Each warpgroup's 64 columns of [token, v]."""
         for g in range(self.config.groups):
-            tile = p["u"].view(base, s * self.config.groups + g)
-            self.copy_tile(copies.u, tile, h, slot, full, walk.block + g)
+            tile = self.plan[self.columns].view(base, s * self.config.groups + g)
+            self.copy_block(rows, copy, tile, full, walk.block + g)
+
+    def copy_block(self, rows, copy, tile, full, block=0):
+        shape = tuple(cute.size(tile, mode=[i]) for i in range(2))
+        tma.load(copy, cute.local_tile(rows, shape, (0, block)), tile, full)
+
+    def copy_lines(self, m, walk, base, full, s, chunk):
+        """eg and qk."""
         with cute.arch.elect_one():
             row = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
             for name, line in (("eg", m.eg), ("qk", m.qk)):
-                source = line[Int64(slot), h, None]
-                cute.copy(row, source, p[name].view(base, s)[0, None], mbar_ptr=full)
-        for name in ("kr", "mqk"):
-            self.copy_tile(getattr(copies, name), p[name].view(base, s), h, slot, full)
+                source = line[Int64(walk.slot + chunk), walk.h, None]
+                cute.copy(row, source, self.plan[name].view(base, s)[0, None], mbar_ptr=full)
 
-    def copy_tile(self, copy, tile, h, slot, full, block=0):
-        """One tile of a head's slot; block: which 64 columns, of a tile that has only those."""
-        shape = tuple(cute.size(tile, mode=[i]) for i in range(2))
-        rows = cute.local_tile(copy.tensor[None, None, h, slot], shape, (0, block))
-        tma.load(copy, rows, tile, full)
+
+class ProducerRole(_Producer):
+    """Forward: u of a slot."""
+
+    columns = "u"
+
+    def copy_chunk(self, m, walk, base, full, s, it, copies):
+        """Issue the copies of one chunk's stage; they complete on `full`.  What the first products
+        read comes first.
+        """
+        where = walk, base, full, s, it
+        self.copy_tiles(("w", "qd"), *where, copies)
+        u = copies.u.tensor[None, None, walk.h, walk.slot + it]
+        self.copy_columns(u, copies.u, walk, base, full, s)
+        self.copy_lines(m, *where)
+        self.copy_tiles(("kr", "mqk"), *where, copies)
+
+
+class ReverseProducerRole(_Producer):
+    """Backward: do of 64 tokens; those past the sequence's end come along."""
+
+    columns = "do"
+
+    def copy_chunk(self, m, walk, base, full, s, it, copies):
+        """Likewise."""
+        chunk = walk.backward(it)
+        where = walk, base, full, s, chunk
+        do = copies.do.tensor[None, None, walk.h, walk.batch]
+        do = cute.domain_offset((walk.token + C * chunk, 0), do)
+        self.copy_columns(do, copies.do, walk, base, full, s)
+        self.copy_tiles(("mqk", "kr"), *where, copies)
+        self.copy_lines(m, *where)
+        self.copy_tiles(("qd", "w"), *where, copies)

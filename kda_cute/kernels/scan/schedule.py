@@ -10,6 +10,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...device.tma import Tma
+from ...layouts.plan import Plan
+from ...layouts.variants import plan
+from ..budget import Budget, MmaRow, Role, wgmma_bf16
 
 C, D = 64, 128  # tokens of a chunk; K = V
 ROWS = 64  # columns v of a consumer warpgroup: rows of S^T
@@ -17,23 +20,8 @@ WARPS = 4  # of a warpgroup
 GROUP = 128  # threads of a warpgroup
 
 
-@dataclass(frozen=True)
-class Config:
-    """groups: consumer warpgroups of a CTA, 1 or 2; a CTA owns 64 groups columns v.  initial:
-    "none", "bf16" or "f32"; final: the last state is written; save: so is the state on entering
-    each chunk.  layout: a plan's name.
-
-    every_lane: all lanes of a warp arrive at a barrier, not one of them for all: slower, for race
-    checkers that don't follow a warp's own synchronisation.
-    """
-
-    groups: int
-    varlen: bool
-    initial: str
-    final: bool
-    save: bool
-    layout: str = "default"
-    every_lane: bool = False
+class Cta:
+    """What the configs of both directions have in common."""
 
     @property
     def threads(self) -> int:
@@ -44,6 +32,38 @@ class Config:
     def parts(self) -> int:
         """CTAs that share a (sequence, head)."""
         return D // (ROWS * self.groups)
+
+
+@dataclass(frozen=True)
+class Config(Cta):
+    """groups: consumer warpgroups of a CTA, 1 or 2; a CTA owns 64 groups columns v.  initial:
+    "none", "bf16" or "f32"; final: the last state is written; save: so are the state on entering
+    each chunk, and U.  layout: a plan's name.
+
+    every_lane: see `device.sync.arrive`.
+    """
+
+    groups: int
+    varlen: bool
+    initial: str
+    final: bool
+    save: bool
+    layout: str = "default"
+    every_lane: bool = False
+
+
+@dataclass(frozen=True)
+class ReverseConfig(Cta):
+    """The fields of `Config` with the gradient of the last state as the initial one, and that of
+    the first as the final one; what each chunk adds to the results is always written.
+    """
+
+    groups: int
+    varlen: bool
+    initial: str
+    final: bool
+    layout: str = "default"
+    every_lane: bool = False
 
 
 class Registers(NamedTuple):
@@ -72,8 +92,8 @@ class Gmem(NamedTuple):
     eg: cute.Tensor  # [slots, H, 128] f32
     initial: cute.Tensor  # [N, H, 128 (V), 128 (K)] bf16 or f32, or None
     cu_seqlens: cute.Tensor  # [N + 1] int32, or None
-    o: cute.Tensor  # [B, T, H, 128 (V)] bf16
     final: cute.Tensor  # [N, H, 128 (V), 128 (K)] f32, or None
+    o: cute.Tensor = None  # [B, T, H, 128 (V)] bf16; forward only
 
 
 class Copies(NamedTuple):
@@ -86,31 +106,81 @@ class Copies(NamedTuple):
     mqk: Tma
     o: Tma
     states: Tma  # or None
+    U: Tma  # or None
 
 
-class MmaRow(NamedTuple):
-    """Tensor-core instructions of one product in a chunk, in the code of a warpgroup: m64, n wide,
-    16 deep.
+class ReverseCopies(NamedTuple):
+    """Likewise; do as o."""
+
+    w: Tma
+    kr: Tma
+    qd: Tma
+    mqk: Tma
+    do: Tma
+    dstates: Tma
+    dU: Tma
+
+
+class Extent(NamedTuple):
+    """Tokens of a batch row, heads, slots."""
+
+    T: Int32
+    H: Int32
+    slots: Int32
+
+
+def shared_memory(config: Config | ReverseConfig) -> Plan:
+    """The kernel's plan."""
+    if isinstance(config, ReverseConfig):
+        return plan("scan", config.layout, "bf16", groups=config.groups, reverse=True)
+    return plan("scan", config.layout, "bf16", groups=config.groups, save=config.save)
+
+
+def mma_account(config: Config | ReverseConfig) -> list[MmaRow]:
+    """Where the tensor-core instructions of a chunk are: every one is in the code once."""
+    if isinstance(config, ReverseConfig):
+        products = [
+            ("do^T mqk", C, C // 16),
+            ("dS^T kr^T", C, D // 16),
+            ("do^T qd", D, C // 16),
+            ("dU^T w", D, C // 16),
+        ]
+    else:
+        products = [
+            ("S^T w^T", C, D // 16),
+            ("S^T qd^T", C, D // 16),
+            ("U^T kr", D, C // 16),
+            ("U^T mqk^T", C, C // 16),
+        ]
+    return [MmaRow(name, wgmma_bf16(n), config.groups, steps) for name, n, steps in products]
+
+
+def budget(config: Config | ReverseConfig) -> Budget:
+    """What the compiled kernel has to keep.  FFMA add the diagonal to the 32 registers of o, or
+    dU.
     """
-
-    product: str
-    n: int
-    count: int
-
-
-def mma_account(config: Config) -> list[MmaRow]:
-    """Where the tensor-core instructions of a chunk are.  Every one is in the code once."""
-    return [
-        MmaRow("S^T w^T", C, D // 16),
-        MmaRow("S^T qd^T", C, D // 16),
-        MmaRow("U^T kr", D, C // 16),
-        MmaRow("U^T mqk^T", C, C // 16),
-    ]
+    # Steps of products with n = C, n = D.
+    by_tokens, by_keys = 2 * D // 16 + C // 16, C // 16
+    if isinstance(config, ReverseConfig):
+        by_tokens, by_keys = D // 16 + C // 16, 2 * C // 16
+    two = config.groups == 2
+    return Budget(
+        threads=config.threads,
+        ctas=1,
+        plan=shared_memory(config),
+        mma=mma_account(config),
+        implied={
+            wgmma_bf16(C): config.groups * by_tokens,
+            wgmma_bf16(D): config.groups * by_keys,
+        },
+        ffma=64,
+        roles=(Role(Registers().producer), Role(Registers().consumer, 2)) if two else (),
+    )
 
 
 class Walk(NamedTuple):
-    """Where a CTA works: sequence, head, first block of 64 columns v, batch row of o, first token
-    there, first slot, chunks, valid rows of the last chunk.
+    """Where a CTA works: sequence, head, first block of 64 columns v, batch row of tensors over
+    tokens, first token there, first slot, chunks, valid rows of the last chunk.
     """
 
     n: Int32
@@ -122,16 +192,6 @@ class Walk(NamedTuple):
     chunks: Int32
     tail: Int32
 
-    def chunk(self, it):
-        """The chunk that is walked as number `it`."""
-        return it
-
-
-def arrive(config: Config, bar):
-    """This warp's arrival at a barrier, after all its lanes came here."""
-    cute.arch.sync_warp()
-    if config.every_lane:
-        cute.arch.mbarrier_arrive(bar)
-    else:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(bar)
+    def backward(self, it):
+        """The chunk that the reverse scan walks as number `it`; the forward one takes chunk `it`."""
+        return self.chunks - 1 - it

@@ -9,6 +9,9 @@ from cutlass import Float32, Int32
 
 from ...factors import CHUNK as C
 from ...factors import HEAD_DIM as D
+from ...layouts.plan import Plan
+from ...layouts.variants import plan
+from ..budget import MMA_BF16, MMA_TF32, Budget, MmaRow, wgmma_bf16
 
 BLOCK = 16  # tokens of a diagonal block: rows of one mma.sync
 STEPS = D // 16  # k steps of mma.sync
@@ -88,8 +91,49 @@ class Chunk(NamedTuple):
     h: Int32
 
 
-def mma_account(config: Config) -> dict[str, int]:
-    """Tensor-core instructions of a chunk over all warps, by kind."""
-    pairs = LEVELS * (C // BLOCK) * STEPS + 6 * 4 * STEPS
-    inverse = 4 * 3 * 4 * 8 + 2 * 2 * 8 + 4 * 6 * 8
-    return {"m16n8k16": pairs, "m16n8k8": inverse, "m64n128k16": 2 * C // 16}
+def shared_memory(config: Config) -> Plan:
+    """The kernel's plan."""
+    return plan("transition", config.layout, "bf16")
+
+
+def mma_account(config: Config) -> list[MmaRow]:
+    """Where the tensor-core instructions of a chunk are.
+
+    A product of 16 x 16 matrices is four m16n8k8.  The inverse of a block of 16 takes two of them in
+    each of three doublings, and as many for the transposed inverse, but not in the last one.
+    """
+    square, unroll = 4, 2
+    products = [
+        # k and q against two column tiles
+        ("pairs of blocks", MMA_BF16, 6, 2 * 2 * unroll, STEPS // unroll),
+        # k and q are the halves of a left operand; a unit is a level of a block
+        ("pairs inside a block", MMA_BF16, LEVELS * (C // BLOCK), unroll, STEPS // unroll),
+        ("X, X^T of a block", MMA_TF32, 4, (3 + 2) * 2 * square),
+        ("X of two blocks", MMA_TF32, 2, 2 * square),
+        ("X of four blocks", MMA_TF32, 4, (2 * 2 + 2) * square),
+        ("w = A kd", wgmma_bf16(D), 1, C // 16),
+        ("u = A v", wgmma_bf16(D), 1, C // 16),
+    ]
+    return [MmaRow(*product) for product in products]
+
+
+def budget(config: Config) -> Budget:
+    """What the compiled kernel has to keep.
+
+    In products of 16 x 16 x 16: six blocks below the diagonal of k k^T and of q k^T, 128 deep, and
+    half a one for each level of the four on it; the inverse takes 40 on the diagonal, 2 x 2 below
+    it in pairs of blocks, and 4 x 6 in the corner of four.  FFMA are left for norms and gates.
+    """
+    below, inside = 6 * 2 * STEPS, LEVELS * (C // BLOCK) * STEPS
+    return Budget(
+        threads=THREADS,
+        ctas=2,
+        plan=shared_memory(config),
+        mma=mma_account(config),
+        implied={
+            MMA_BF16: 2 * below + inside,
+            MMA_TF32: 4 * (40 + 2 * 2 + 4 * 6),
+            wgmma_bf16(D): 2 * C // 16,
+        },
+        ffma=256,
+    )

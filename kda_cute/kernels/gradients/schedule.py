@@ -1,0 +1,131 @@
+"""Config, arguments, barriers and shared rows of the gradients kernel."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...device.tma import Tma
+from ...factors import CHUNK as C
+from ...factors import HEAD_DIM as D
+from ...layouts.plan import Plan
+from ...layouts.variants import plan
+
+BLOCK = 16  # tokens, or channels, of one mma.sync
+STEPS = D // BLOCK
+WARPS, THREADS = 16, 512
+GROUP = 128  # threads of a warpgroup
+PAIRS = D // 2  # threads that cover the channels of a token, two each
+SPAN = C * PAIRS // THREADS  # consecutive tokens of such a thread
+DEEPEST = -160.0  # log2 of a decay that is 0 in fp32, whatever multiplies it
+NORM_EPS = 1e-6
+NO_BETA = 2.0**-60  # what A was multiplied by where b is 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
+    varlen: packed sequences.
+    """
+
+    g: str = "f32"
+    gate: str = "log"
+    beta: str = "f32"
+    varlen: bool = False
+    layout: str = "default"
+
+
+class Bar(enum.IntEnum):
+    """Indices of mbarriers."""
+
+    STATES = 0  # S, dS, do, U
+    INVERSE = 1  # A, dU
+    ROWS = 2  # q, k
+
+
+class NamedBar(enum.IntEnum):
+    """Named barriers, with those after them: of the two warps that share channels (by warp % 8),
+    and of a warpgroup that makes dv.
+    """
+
+    HALVES = 1  # to 8
+    DV = 9  # and 10
+
+
+class Row(enum.IntEnum):
+    """Rows of the tile `rows`, one fp32 a token."""
+
+    FK = 0  # 1 / norm of k
+    FQ = 1  # scale / norm of q
+    B = 2  # beta after activation
+    NK = 3  # 1 / (sum of squares of k), 0 without the norm
+    NQ = 4  # the same of q
+    DIAGONAL = 5  # M_ii
+    PAIRS = 6  # M_ij of i = j + 1 odd, at (i - 1) / 2, and L_ij, at 32 + (i - 1) / 2
+    DBETA = 7  # and 8: halves, in v, of the sums over v
+    DA = 9  # warps' parts of dA_log
+
+
+class Gmem(NamedTuple):
+    """Global tensors, in the order of the compiled function's arguments."""
+
+    q: cute.Tensor  # [B, T, H, 128] bf16
+    k: cute.Tensor
+    do: cute.Tensor
+    g: cute.Tensor  # [B, T, H, 128] bf16 or f32
+    beta: cute.Tensor  # [B, T, H] bf16 or f32
+    A_log: cute.Tensor  # [H] f32, or None
+    dt_bias: cute.Tensor  # [H, 128] f32, or None
+    cu_seqlens: cute.Tensor  # [N + 1] int32, or None
+    S: cute.Tensor  # [slots, H, 128 (V), 128 (K)] bf16, on entering the chunk
+    dS: cute.Tensor  # the same, of the state on leaving it
+    U: cute.Tensor  # [slots, H, 64, 128] bf16
+    dU: cute.Tensor
+    A: cute.Tensor  # [slots, H, 64, 64] bf16
+    dq: cute.Tensor  # [B, T, H, 128] bf16
+    dk: cute.Tensor
+    dv: cute.Tensor
+    dg: cute.Tensor  # [B, T, H, 128], as g
+    dbeta: cute.Tensor  # [B, T, H], as beta
+    dA_part: cute.Tensor  # [slots, H] f32, or None
+    ddt_part: cute.Tensor  # [slots, H, 128] f32, or None
+
+
+class Options(NamedTuple):
+    """Scalars known at the call."""
+
+    scale: Float32
+    lower_bound: Float32
+    beta_scale: Float32
+    l2norm: Int32
+    beta_sigmoid: Int32
+
+
+class Chunk(NamedTuple):
+    """Where a CTA works: batch row, first token, tokens (0: nothing to do), slot, head."""
+
+    b: Int32
+    token: Int32
+    rows: Int32
+    slot: Int32
+    h: Int32
+
+
+class Copies(NamedTuple):
+    """Tensor copies into the tiles of these names."""
+
+    q: Tma
+    k: Tma
+    do: Tma
+    S: Tma
+    dS: Tma
+    U: Tma
+    dU: Tma
+    A: Tma
+
+
+def shared_memory(config: Config) -> Plan:
+    """The kernel's plan."""
+    return plan("gradients", config.layout, "bf16")

@@ -1,0 +1,64 @@
+"""The reverse scan: gradients of the state and of U for every chunk of C = 64 tokens, K = V = 128.
+
+Per (sequence, head), from the last chunk to the first, dS the gradient of the state after the chunk:
+
+    dU = mqk^T do + diag(qk) do + kr dS        dS <- diag(eg) dS + qd^T do - w^T dU
+
+This is `kernel` the other way round, with the same roles, registers and stages: a warpgroup owns 64
+columns v of dS, as rows of dS^T in fp32 accumulators, and neither dS^T nor dU^T goes through shared
+memory to become an operand.  do^T is one where it lies, [token, v] as loaded.
+
+    role       work of a chunk                       MMA (m64 n k16)
+    consumer   do^T mqk, dS^T kr^T                   4 + 8 of n = 64
+               do^T qd, dU^T w                       4 + 4 of n = 128
+    producer   tensor copies of do, mqk, kr, qd, w; bulk copies of eg, qk
+
+What needs no fresh dS or dU covers the work on registers: rounding and staging dS run under do^T
+mqk, the decay and the copies out under dS^T kr^T, rounding dU under do^T qd, staging it under dU^T w.
+dU is rounded once, to nearest, so its negative, which makes the last product a difference, has the
+same digits as what is stored.
+
+Rows past a sequence's end are 0 in every factor, and do is zeroed there in shared memory: dU is 0 in
+those rows.  An empty sequence passes the gradient of its last state on.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .producer import ReverseProducerRole
+from .reverse_consumer import ReverseConsumerRole
+from .schedule import C, D, Gmem, ReverseConfig, ReverseCopies
+from .walker import BY_TOKEN, Fakes, Walker
+
+
+class ReverseScan(Walker):
+    """The kernel for one `ReverseConfig`."""
+
+    def __init__(self, config: ReverseConfig):
+        super().__init__(config, ReverseConsumerRole, ReverseProducerRole)
+
+    @cute.jit
+    def __call__(
+        self, w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, mqk: cute.Tensor, qk: cute.Tensor,
+        eg: cute.Tensor, do: cute.Tensor, dfinal, cu_seqlens,
+        dstates: cute.Tensor, dU: cute.Tensor, dinitial, stream: cuda.CUstream,
+    ):  # fmt: skip
+        copies = ReverseCopies(
+            self.load("w", w), self.load("kr", kr), self.load("qd", qd), self.load("mqk", mqk),
+            self.load("do", do, BY_TOKEN), self.store("dstates", dstates), self.store("dU", dU),
+        )  # fmt: skip
+        self.launch(Gmem(qk, eg, dfinal, cu_seqlens, dinitial), copies, do, w.shape[0], stream)
+
+
+# ---------------------------------------------------------------- compile
+def trace(config: ReverseConfig):
+    """(jit callable, fake arguments) for `compile.KernelSpec`."""
+    fake = Fakes(config)
+    arguments = (
+        *(fake.slotted(C, D) for _ in range(3)), fake.slotted(C, C),
+        fake.slotted(C, dtype=Float32), fake.slotted(D, dtype=Float32),
+        fake.by_token(), fake.initial(), fake.cu_seqlens(),
+        fake.slotted(D, D), fake.slotted(C, D), fake.final(),
+    )  # fmt: skip
+    return ReverseScan(config), arguments
