@@ -133,8 +133,8 @@ def _check_sources_unchanged(specs: Iterable[KernelSpec]) -> None:
     for name in {spec.name for spec in specs}:
         if _visible(now, name) != _visible(_SOURCES_AT_IMPORT, name):
             raise CompileError(
-                f"sources of kernel {name} changed on disk since kda_cute was imported; the DSL reads them again when "
-                "it compiles, so the result would mix two versions: start a new process"
+                f"sources of kernel {name} changed on disk since kda_cute was imported; the DSL reads "
+                "them again when it compiles, so the result would mix two versions: start a new process"
             )
 
 

@@ -77,7 +77,7 @@ class Measured(NamedTuple):
             ),
             (  # warps move registers between each other only after the launch
                 b.pool <= pool * self.registers,
-                f"warpgroups that ask for {b.pool} registers of {pool * self.registers} wait for ever",
+                f"warpgroups that ask for {b.pool} of {pool * self.registers} registers wait for ever",
             ),
         )
         return [words for kept, words in checks if not kept]

@@ -106,12 +106,10 @@ def test_plan_fits(groups):
     assert "u" not in plan and "o" not in plan
 
 
-def test_directions_have_different_keys():
-    forward = scan.Config(2, True, "f32", True, True)
-    keys = {
-        kernel_compile.cache_key(spec(c)) for c in (forward, ReverseConfig(2, True, "f32", True))
-    }
-    assert len(keys) == 2
+def test_directions_are_told_apart():
+    configs = scan.Config(2, True, "f32", True, False), ReverseConfig(2, True, "f32", True)
+    assert len({kernel_compile.cache_key(spec(config)) for config in configs}) == 2
+    assert len({report.label(config) for config in configs}) == 2
 
 
 # ---------------------------------------------------------------- on the GPU

@@ -100,6 +100,21 @@ class WarpMma:
             for n in range(2)
         ]
 
+    def b_halves(self, packed):
+        """B operands from rows 0-7 and from rows 8-15 of the registers of an ldmatrix over a 16 x 16
+        block, stored [n, k] (bf16).
+        """
+        halves = []
+        for n in range(2):
+            two = cute.make_rmem_tensor((2,), Int32)
+            two[0], two[1] = words(packed)[n], words(packed)[n + 2]
+            halves.append(
+                cute.make_tensor(
+                    cute.recast_ptr(two.iterator, dtype=BFloat16), cute.make_layout(((2, 2), 1))
+                )
+            )
+        return halves
+
     @staticmethod
     def _tf32(words, shape):
         fragment = cute.make_rmem_tensor(shape, Int32)
@@ -120,12 +135,12 @@ class WarpMma:
         acc.fill(0.0)
         return acc
 
-    def step(self, acc, m, n, a, b):
-        """acc[m, n] += a b."""
+    def step(self, acc, m, n, a, b, parts=(0, 1)):
+        """acc[m, n] += a b; in tf32 a step is the sum of two parts of k = 8, and may leave one out."""
         atom, d = cute.make_mma_atom(self.op), acc[None, m, n]
         d = cute.make_tensor(d.iterator, cute.make_layout(((2, 2), 1, 1)))
         if self.tf32:
-            for s in range(2):
+            for s in parts:
                 cute.gemm(atom, d, a[s], b[s], d)
         else:
             cute.gemm(atom, d, a, b, d)
@@ -171,6 +186,21 @@ def round_tf32(x, *, loc=None, ip=None):
     return Int32(word)
 
 
+@dsl_user_op
+def multiply_bf16x2(a, b, *, loc=None, ip=None):
+    """Products of two bf16 in each of two words, rounded to nearest."""
+    word = llvm.inline_asm(
+        Int32.mlir_type,
+        [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)],
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        has_side_effects=False,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(word)
+
+
 def rounded_tf32(x):
     """x rounded to tf32."""
     return from_bits(round_tf32(x))
@@ -193,16 +223,22 @@ def packed_bf16(values):
     return fragment
 
 
-def unpack_bf16(fragment):
-    """The fp32 values of a register tensor of bf16, as a list."""
-    words = cute.recast_tensor(
+def words(fragment):
+    """The words of a register tensor of bf16, two elements each, as a list."""
+    flat = cute.recast_tensor(
         cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment))), Int32
     )
-    values = []
-    for i in range(cute.size(words)):
-        values.append(from_bits(words[i] << 16))
-        values.append(from_bits(words[i] & Int32(-65536)))
-    return values
+    return [flat[i] for i in range(cute.size(flat))]
+
+
+def unpack_word(word):
+    """The fp32 values of two bf16 in a word."""
+    return [from_bits(word << 16), from_bits(word & Int32(-65536))]
+
+
+def unpack_bf16(fragment):
+    """The fp32 values of a register tensor of bf16, as a list."""
+    return [x for word in words(fragment) for x in unpack_word(word)]
 
 
 def tile_values(acc, m, n):

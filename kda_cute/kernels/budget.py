@@ -25,8 +25,8 @@ def wgmma_bf16(n: int) -> str:
 class MmaRow(NamedTuple):
     """Tensor-core instructions of one product in a chunk: issuers x static x trips.
 
-    issuers: warps that run the code (warpgroups for wgmma; units of work where a warp takes several).
-    static: instructions in the code.  trips: of its loop.
+    issuers: warps that run the code (warpgroups for wgmma; units of work where a warp takes
+    several).  static: instructions in the code.  trips: of its loop.
     """
 
     product: str
@@ -44,9 +44,9 @@ class Role(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Of one config: threads of a CTA, CTAs that share an SM, the plan of shared memory, the account
-    of tensor-core instructions, how many of them a chunk's mathematics takes by opcode, the most
-    FFMA in the code, and the roles that change their registers.
+    """Of one config: threads of a CTA, CTAs that share an SM, the plan of shared memory, the
+    account of tensor-core instructions, how many of them a chunk's mathematics takes by opcode, the
+    most FFMA in the code, and the roles that change their registers.
     """
 
     threads: int

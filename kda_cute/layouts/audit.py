@@ -197,7 +197,7 @@ def grid(rows: Sequence[int], cols: Sequence[int]) -> tuple[Coord, ...]:
 
 
 def _collector(plan: Plan):
-    """(accesses, adder): adder(role, warps) gives a function that appends an access of that role."""
+    """(accesses, adder): adder(role, warps) gives a function that appends that role's accesses."""
     accesses: list[Access] = []
 
     def adder(role: str, warps: int):
@@ -378,8 +378,8 @@ def _rectangles(add) -> None:
 def _level(add, s: int) -> None:
     """Pairs of a block of 16 whose highest differing bit is s: left rows have it, right ones not.
 
-    An ldmatrix of left rows takes two matrices of k and two of q; it counts here as half of one that
-    takes four of k and half of one that takes four of q.
+    An ldmatrix of left rows takes two matrices of k and two of q; it counts here as half of one
+    that takes four of k and half of one that takes four of q.
     """
 
     def token(x: int) -> int:
@@ -414,7 +414,7 @@ def _tiles(add) -> None:
 
 
 def _inverse(adder) -> None:
-    """Blocks of 16 of L and X: on the diagonal, below it in pairs of blocks, in the corner of four."""
+    """Blocks of 16 of L and X: on the diagonal, below it in pairs, in the corner of four."""
     blocks = grid(range(0, 64, 8), range(0, 64, 8))
     every = grid(tuple(r + i for r in range(0, 64, 8) for i in (0, 1)), range(0, 64, 8))
     for name, warps, rows, columns in (
@@ -429,7 +429,8 @@ def _inverse(adder) -> None:
 
 
 def scan_accesses(plan: Plan) -> list[Access]:
-    """What the consumer warpgroups of scan access in one chunk of 64 tokens; a warp has 16 columns v.
+    """What the consumer warpgroups of scan access in one chunk of 64 tokens, in either direction; a
+    warp has 16 columns v.
 
     Left out: bulk copies, operands of wgmma, and rows of a last chunk that is not full.
     """

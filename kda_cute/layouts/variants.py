@@ -112,28 +112,35 @@ SCAN = Family(
 
 
 def transition_tiles(wide: Layout, precision: str) -> list[Tile]:
-    """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of gc.
+    """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the bf16 tiles.
 
-    k, q and v change their meaning in place (kd then w, qd, u), and so does L (X).
+    k and q go to registers and leave their bytes. kd changes its meaning in place (then w), and so
+    do v (u) and L (X). rows0 and rows1 hold the operand of a level each: left rows of k, left rows
+    of q, right rows of k.
     """
-    swizzle, dense = Swizzle128(), Dense()
+    dense = Dense()
+    raw, made = {"last": "gather"}, {"first": "tiles"}
     return [
-        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("k", "q", "v")),
-        Tile("gc", (64, 128), "f32", wide, first="gate", last="gather"),
-        Tile("kr", (64, 128), "bf16", swizzle, first="invert"),
-        Tile("A", (64, 64), "bf16", swizzle, first="publish"),
-        Tile("L", (64, 64), "f32", RowPadded(72), first="gate", last="publish"),
-        Tile("mqk", (64, 64), "bf16", swizzle, first="gate"),
-        Tile("totals", (4, 128), "f32", dense, first="gate", last="gate"),
-        Tile("rows", (3, 64), "f32", dense, first="gate", last="publish"),  # of k, of q, b
+        *(Tile(name, (64, 128), "bf16", wide, **raw) for name in ("k", "q")),
+        *(Tile(name, (64, 128), "bf16", wide, **made) for name in ("kd", "qd", "kr")),
+        *(
+            Tile(name, (96, 128), "bf16", wide, first="pairs", last="pairs")
+            for name in ("rows0", "rows1")
+        ),
+        Tile("v", (64, 128), "bf16", wide),
+        Tile("A", (64, 64), "bf16", wide, first="publish"),
+        Tile("L", (64, 64), "f32", RowPadded(72), first="pairs", last="publish"),
+        Tile("mqk", (64, 64), "bf16", wide, first="gate"),
+        Tile("totals", (12, 128), "f32", dense, first="gate", last="tiles"),
+        Tile("factors", (4, 64), "f32", dense, first="gate", last="publish"),
         Tile("barriers", (1, 2), "i64", dense),
     ]
 
 
 TRANSITION = Family(
-    steps=("load", "gate", "pairs", "gather", "invert", "publish", "multiply", "store"),
+    steps=("load", "gate", "gather", "pairs", "tiles", "invert", "publish", "multiply", "store"),
     tiles=transition_tiles,
-    layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136)},
+    layouts={"default": Swizzle128()},
     precisions=("bf16",),
 )
 

@@ -163,8 +163,9 @@ class Gate:
     @cute.jit
     def keep_dA(self, base, tid: Int32, dA: Float32):
         """The warp's part of dA_log."""
+        line = self.plan["rows"].view(base)
         if tid % 32 == 0:
-            self.plan["rows"].view(base)[Row.DA, tid // 32] = dA
+            line[Row.DA, tid // 32] = dA
 
     @cute.jit
     def store_parameters(self, m: Gmem, at: Chunk, base, tid: Int32):

@@ -6,12 +6,13 @@ tokens, in the order of the fragments that `pairs` works on.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import warpgroup as wg
+from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
-from ...device.warp_mma import WarpMma, quad_sum, select
+from ...device.warp_mma import WarpMma, packed_bf16, quad_sum, select
 from .schedule import BLOCK, GROUP, NO_BETA, C, D, NamedBar, Row
 
 
@@ -52,9 +53,9 @@ class Products:
 
     @cute.jit
     def keep_decay(self, base, mine: Boolean, half: Int32, channel: Int32, total: Float32):
+        gc, dgT = (self.plan[name].view(base) for name in ("gc", "dgT"))
         if mine:
-            gT = self.plan["gc"].view(base)[C - 1, channel]
-            self.plan["dgT"].view(base)[half, channel] = total * cute.math.exp2(gT, fastmath=True)
+            dgT[half, channel] = total * exp2(gc[C - 1, channel])
 
     # ------------------------------------------------------------ of values
     def values(self, base, tid, lane):
@@ -110,28 +111,46 @@ class Products:
         """The strictly lower half of the product, times the rows' factors, to both triangles of the
         tile M or L; the pairs of neighbours, and M's diagonal, to `rows`.
         """
-        line, tile = self.plan["rows"].view(base), self.plan[name].view(base)
-        columns = cute.size(acc) // 4 * 8
+        line, tile = self.plan["rows"].view(base), self.plan[name]
+        r, c, warp = lane // 4, lane % 4, tid % GROUP // 32
+        blocks = cute.size(acc) // 4  # of 8 columns
+        first = tid // GROUP * blocks
+        row, col = BLOCK * warp + r, 8 * first + 2 * c
+        lower = MatrixRows(tile, base, 0, row, first)
+        upper = [MatrixRows(tile, base, 0, col + i, 2 * warp) for i in range(2)]
         left = Row.FQ if name == "M" else Row.FK
-        for half in range(2):
-            row = tid % GROUP // 32 * 16 + lane // 4 + 8 * half
-            f = line[left, row] * sign
-            for n in range(columns // 8):
-                for i in range(2):
-                    col = tid // GROUP * columns + 8 * n + 2 * (lane % 4) + i
-                    x = acc[i + 2 * half + 4 * n] * (f * line[Row.FK, col])
-                    self.keep_pair(line, tile, row, col, x, name)
+        f = [line[left, row + 8 * half] * sign for half in range(2)]
+        for n in range(blocks):
+            fk = cute.make_rmem_tensor((2,), Float32)
+            cute.autovec_copy(cute.local_tile(line[Row.FK, None], (2,), (4 * (first + n) + c,)), fk)
+            for half in range(2):
+                x = [acc[i + 2 * half + 4 * n] * (f[half] * fk[i]) for i in range(2)]
+                i, j = row + 8 * half, col + 8 * n
+                to = [
+                    lower.piece_pointer(8 * half, n) + cute.assume(2 * c, divby=2),
+                    *(rows.piece_pointer(8 * n, half) + r for rows in upper),
+                ]
+                self.keep_pair(to, line, i, j, x, 0 if name == "M" else C // 2)
+                if name == "M":
+                    self.keep_diagonal(line, i, j, x)
 
     @cute.jit
-    def keep_pair(
-        self, line: cute.Tensor, tile: cute.Tensor, row: Int32, col: Int32, x: Float32, name: cutlass.Constexpr
-    ):
+    def keep_pair(self, to, line: cute.Tensor, row: Int32, col: Int32, x, first: cutlass.Constexpr):
+        """x at (row, col) and (row, col + 1), and where those are lower, transposed; also on the
+        diagonal, which nobody reads.
+        """
+        rounded = packed_bf16(x)
         if row > col:
-            rounded = x.to(BFloat16)
-            tile[row, col] = rounded
-            tile[col, row] = rounded
-            if (row - col == 1) & (row % 2 == 1):
-                line[Row.PAIRS, col // 2 + (0 if const_expr(name == "M") else 32)] = x
-        if const_expr(name == "M"):
-            if row == col:
-                line[Row.DIAGONAL, row] = x
+            cute.autovec_copy(rounded, cute.make_tensor(to[0], cute.make_layout(2)))
+            cute.make_tensor(to[1], cute.make_layout(1))[0] = rounded[0]
+            if row > col + 1:
+                cute.make_tensor(to[2], cute.make_layout(1))[0] = rounded[1]
+            else:
+                line[Row.PAIRS, first + col // 2] = x[0]
+
+    @cute.jit
+    def keep_diagonal(self, line: cute.Tensor, row: Int32, col: Int32, x):
+        if row == col:
+            line[Row.DIAGONAL, row] = x[0]
+        if row == col + 1:
+            line[Row.DIAGONAL, row] = x[1]

@@ -25,6 +25,7 @@ class Tokens:
     @cute.jit
     def activate_beta(self, m: Gmem, at: Chunk, base, tid: Int32, o: Options):
         """b of the chunk's tokens; 0 past the end."""
+        line = self.plan["rows"].view(base)
         if tid < C:
             b = Float32(0)
             if tid < at.rows:
@@ -32,7 +33,7 @@ class Tokens:
                 if o.beta_sigmoid != 0:
                     b = sigmoid(b)
                 b = b * o.beta_scale
-            self.plan["rows"].view(base)[Row.B, tid] = b
+            line[Row.B, tid] = b
 
     @cute.jit
     def norms(self, base, tid: Int32, o: Options):

@@ -11,5 +11,5 @@ __all__ = ["Config", "ReverseConfig", "mma_account", "trace"]
 
 def trace(config: Config | ReverseConfig):
     """(jit callable, fake arguments) for `compile.KernelSpec`, of the direction that config is for."""
-    direction = reverse if isinstance(config, ReverseConfig) else kernel
+    direction = reverse if config.reverse else kernel
     return direction.trace(config)

@@ -3,8 +3,8 @@ travel between roles.
 """
 
 import enum
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -50,6 +50,7 @@ class Config(Cta):
     save: bool
     layout: str = "default"
     every_lane: bool = False
+    reverse: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ReverseConfig(Cta):
     final: bool
     layout: str = "default"
     every_lane: bool = False
+    reverse: bool = field(default=True, init=False)
 
 
 class Registers(NamedTuple):
@@ -131,14 +133,14 @@ class Extent(NamedTuple):
 
 def shared_memory(config: Config | ReverseConfig) -> Plan:
     """The kernel's plan."""
-    if isinstance(config, ReverseConfig):
+    if config.reverse:
         return plan("scan", config.layout, "bf16", groups=config.groups, reverse=True)
     return plan("scan", config.layout, "bf16", groups=config.groups, save=config.save)
 
 
 def mma_account(config: Config | ReverseConfig) -> list[MmaRow]:
     """Where the tensor-core instructions of a chunk are: every one is in the code once."""
-    if isinstance(config, ReverseConfig):
+    if config.reverse:
         products = [
             ("do^T mqk", C, C // 16),
             ("dS^T kr^T", C, D // 16),
@@ -161,7 +163,7 @@ def budget(config: Config | ReverseConfig) -> Budget:
     """
     # Steps of products with n = C, n = D.
     by_tokens, by_keys = 2 * D // 16 + C // 16, C // 16
-    if isinstance(config, ReverseConfig):
+    if config.reverse:
         by_tokens, by_keys = D // 16 + C // 16, 2 * C // 16
     two = config.groups == 2
     return Budget(

@@ -46,6 +46,9 @@ class Inverse:
                 self.columns(tile, low, low, lane),
             )
             self.store(tile, high, low, [-x for x in product], lane)
+        else:  # X above the diagonal, as far as the last step reads it
+            low = 2 * (warp - 2)
+            self.store(tile, low, low + 1, [Float32(0)] * 8, lane)
         self.barrier()
         i, j = 2 + warp // 2, warp % 2
         total = self.mma.accumulators(1, 2)
@@ -58,35 +61,57 @@ class Inverse:
         self.store(tile, i, j, [-x for x in block_values(total, 0, 0)], lane)
 
     def diagonal(self, tile, block, lane):
-        """The inverse of I + L for one block of 16."""
+        """The inverse of I + L for one block of 16; whatever L holds above its diagonal is ignored.
+
+        Of a matrix's 8 values, 0, 1 and 6, 7 lie in its diagonal squares of 8, 2 and 3 below.
+        """
         L, Lt = self.rows(tile, block, block, lane), self.columns(tile, block, block, lane)
-        differ = [
-            (lane // 4 + 8 * half) ^ (2 * (lane % 4) + i + 8 * s)
-            for s in range(2)
-            for half in range(2)
-            for i in range(2)
-        ]
+        row, col = lane // 4, 2 * (lane % 4)
         zero, one = Float32(0), Float32(1)
 
-        def corner(values, s):
-            return [
-                select((d >= s) & (d < 2 * s), x, zero) for x, d in zip(values, differ, strict=True)
-            ]
+        def corner(values, s, lower):
+            """The entries of level s in the squares of 8 of L, or of L^T."""
+            out = [zero] * 8
+            for i in range(2):
+                differ = row ^ (col + i)
+                side = row > col + i if lower else row < col + i
+                keep = side & (differ >= s) & (differ < 2 * s)
+                for e in (i, 6 + i):
+                    out[e] = select(keep, values[e], zero)
+            return out
 
-        def first(values):
-            return [
-                select(d == 0, one, zero) - x
-                for x, d in zip(corner(values, 1), differ, strict=True)
-            ]
+        def first(values, lower):
+            """I - L_1: the inverse of squares of 2."""
+            unit = [select(row == col + i, one, zero) for i in range(2)]
+            unit = [*unit, zero, zero, zero, zero, *unit]
+            return [x - y for x, y in zip(unit, corner(values, 1, lower), strict=True)]
 
-        X, Xt = first(L), first(Lt)
-        for s in (2, 4, 8):
-            Ls, Lst = corner(L, s), corner(Lt, s)
-            Y = self.times(self.times(X, Lst), Xt)  # X L_s X
-            Yt = self.times(self.times(Xt, Ls), X)
+        X, Xt = first(L, True), first(Lt, False)
+        for s in (2, 4):
+            Ls, Lst = corner(L, s, True), corner(Lt, s, False)
+            Y = self.in_squares(self.in_squares(X, Lst), Xt)  # X L_s X
+            Yt = self.in_squares(self.in_squares(Xt, Ls), X)
             X = [x - y for x, y in zip(X, Y, strict=True)]
             Xt = [x - y for x, y in zip(Xt, Yt, strict=True)]
+        # L_8 is the square below the diagonal ones
+        part = self.mma.accumulators(1, 1)
+        below = [zero, zero, Lt[4], Lt[5]]
+        self.mma.step(part, 0, 0, self.mma.operand_a(X), self.mma.operand_b(below), (1,))
+        total = self.mma.accumulators(1, 1)
+        left = [zero, zero, part[2], part[3], zero, zero, zero, zero]
+        right = self.mma.operand_b([Xt[0], Xt[1], zero, zero])
+        self.mma.step(total, 0, 0, self.mma.operand_a(left), right, (0,))
+        X[2], X[3] = -total[2], -total[3]
         return X
+
+    def in_squares(self, a, bt):
+        """A B of matrices that have only their two diagonal squares of 8."""
+        acc = self.mma.accumulators(1, 2)
+        left = self.mma.operand_a(a)
+        for n in range(2):
+            right = self.mma.operand_b([bt[e + 2 * n + 4 * s] for s in range(2) for e in range(2)])
+            self.mma.step(acc, 0, n, left, right, (n,))
+        return block_values(acc, 0, 0)
 
     # ------------------------------------------------------------ 16 x 16 matrices, 8 values a lane
     def times(self, a, bt):

@@ -3,18 +3,18 @@
 One CTA makes the factors of one (chunk, head), in steps:
 
     load      TMA: k, q, v; the gate by ordinary loads
-    gate      gc = cumsum of the gate in log2 (fp32), eg = exp(gT), b, norms of k and q
-    pairs     L = b tril(kn_i . kn_j e^(gc_i - gc_j), -1) and mqk: mma.sync, dyadic factors
-    gather    the warps that make tiles take gc to registers
-    invert    warps 0-3: X = (I + L)^-1 in tf32; warps 4-7: kd = kn e^gc, qd = scale qn e^gc,
-              kr = kn e^(gT - gc)
+    gate      e = exp(g) in registers, products over blocks, eg = exp(gT), b
+    gather    k and q to registers; norms of k and q
+    pairs     L = b tril(kn_i . kn_j e^(gc_i - gc_j), -1) and mqk: wgmma, dyadic factors
+    tiles     kd = kn e^gc, qd = scale qn e^gc, kr = kn e^(gT - gc)
+    invert    warps 0-3: X = (I + L)^-1 in tf32
     publish   A = X diag(b) in bf16
     multiply  wgmma: w = A kd (warpgroup 0), u = A v (warpgroup 1)
     store     TMA: w, u, kr, qd, mqk
 
 Two CTAs fit an SM, so that one computes while the other waits.  Tiles change their meaning in place:
-k becomes kd and then w, q becomes qd, v becomes u, L becomes X; kr and A take the bytes of gc.  Rows
-past the sequence's end are zeroed in shared memory as they arrive.
+kd becomes w, v becomes u, L becomes X.  Rows past the sequence's end are zeroed in shared memory as
+they arrive.
 """
 
 from typing import NamedTuple
@@ -28,12 +28,27 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import tma
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
-from ...device.warp_mma import packed_bf16
+from ...device.warp_mma import packed_bf16, select
 from ...layouts.variants import plan
+from .columns import Columns, load_four
 from .gate import Gate
 from .inverse import Inverse
 from .pairs import Pairs
-from .schedule import GROUP, THREADS, Bar, C, Chunk, Config, D, Gmem, NamedBar, Options
+from .schedule import (
+    BLOCK,
+    GROUP,
+    THREADS,
+    Bar,
+    C,
+    Chunk,
+    Config,
+    D,
+    Factor,
+    Gmem,
+    NamedBar,
+    Options,
+)
+from .tiles import Tiles
 
 
 class Copies(NamedTuple):
@@ -56,7 +71,8 @@ class Transition:
         self.config = config
         self.plan = plan("transition", config.layout, "bf16")
         self.gate = Gate(config, self.plan)
-        self.pairs, self.inverse = Pairs(config, self.plan), Inverse(config, self.plan)
+        self.pairs, self.tiles = Pairs(config, self.plan), Tiles(self.plan)
+        self.inverse = Inverse(config, self.plan)
 
     # ------------------------------------------------------------ launch
     @cute.jit
@@ -72,7 +88,7 @@ class Transition:
         options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
         tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
-        tiles = {"w": "k", "u": "v", "kr": "kr", "qd": "q", "mqk": "mqk"}
+        tiles = {"w": "kd", "u": "v", "kr": "kr", "qd": "qd", "mqk": "mqk"}
         copies = Copies(
             *(tma.make_load(tokens(getattr(m, name)), self.plan[name]) for name in ("k", "q", "v")),
             *(
@@ -120,35 +136,42 @@ class Transition:
         """The steps."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
+        own = Columns(
+            tid // (D // 2),
+            tid % (D // 2),
+            cute.make_rmem_tensor((2, BLOCK), Float32),
+            cute.make_rmem_tensor((BLOCK,), Int32),
+            cute.make_rmem_tensor((BLOCK,), Int32),
+        )
         self.gate.activate_beta(m, at, base, tid, o)
         self.clear(base, tid)
-        self.gate.accumulate(m, at, base, tid, o.lower_bound)
+        self.gate.decays(m, at, base, own, o.lower_bound)
+        cute.arch.sync_threads()  # totals, b, mbarriers
         cute.arch.mbarrier_wait(bars + Bar.QK, 0)
         if at.rows < C:
             cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.zero_tail(at, base, tid)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
-        self.gate.norms(m, at, base, tid, o)
-        cute.arch.sync_threads()  # gc, b, norms
-        self.pairs.run(base, warp, lane)
-        cute.arch.fence_view_async_shared()  # mqk leaves by TMA
-        cute.arch.sync_threads()  # L, mqk; k, q and gc were read
+        self.gate.take(base, own)
+        self.gate.norms(m, at, base, warp, lane, o)
+        self.gate.store_total(m, at, base, own)
+        cute.arch.sync_threads()  # factors; k and q were read
+        self.pairs.run(base, own, warp, lane, tid)
+        self.tiles.run(base, own)
+        cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk
         if warp < 4:
             self.inverse.run(base, warp, lane)
-        else:
-            self.gate.make_tiles(base, tid - GROUP)
-            cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()  # X, kd, qd, kr; gc is free
+        cute.arch.sync_threads()  # X, kd, qd, kr
         if warp == 7:
-            for name, tile in (("kr", "kr"), ("qd", "q"), ("mqk", "mqk")):
-                self.store(getattr(copies, name), self.plan[tile], at, base)
+            for name in ("kr", "qd", "mqk"):
+                self.store(getattr(copies, name), self.plan[name], at, base)
             cute.arch.cp_async_bulk_commit_group()
         self.publish(base, tid)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()  # A
         if warp < 4:
-            self.multiply("k", copies.w, at, base, warp, tid)
+            self.multiply("kd", copies.w, at, base, warp, tid)
         else:
             cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP)
@@ -156,26 +179,17 @@ class Transition:
 
     # ------------------------------------------------------------ steps
     def clear(self, base, tid):
-        """Zero L and mqk: only their strictly lower halves are written."""
-        for name in ("L", "mqk"):
-            tile = self.plan[name]
-            vectors = tile.nbytes // 16
-            flat = cute.make_tensor(
-                cute.recast_ptr(tile.pointer(base), dtype=Float32),
-                cute.make_layout((4, vectors), stride=(1, 4)),
-            )
-            zero = cute.make_rmem_tensor((4,), Float32)
-            zero.fill(0.0)
-            for i in range(vectors // THREADS):
-                cute.autovec_copy(zero, flat[None, tid + i * THREADS])
-            self.clear_rest(flat, zero, tid, vectors)
-
-    @cute.jit
-    def clear_rest(self, flat: cute.Tensor, zero: cute.Tensor, tid: Int32, vectors: cutlass.Constexpr):
-        if const_expr(vectors % THREADS != 0):
-            at = vectors // THREADS * THREADS + tid
-            if at < vectors:
-                cute.autovec_copy(zero, flat[None, at])
+        """Zero mqk: only what lies below its diagonal is written."""
+        tile = self.plan["mqk"]
+        vectors = tile.nbytes // 16
+        flat = cute.make_tensor(
+            cute.recast_ptr(tile.pointer(base), dtype=Float32),
+            cute.make_layout((4, vectors), stride=(1, 4)),
+        )
+        zero = cute.make_rmem_tensor((4,), Float32)
+        zero.fill(0.0)
+        for i in range(vectors // THREADS):
+            cute.autovec_copy(zero, flat[None, tid + i * THREADS])
 
     @cute.jit
     def zero_tail(self, at: Chunk, base, tid: Int32):
@@ -187,17 +201,22 @@ class Transition:
         for name in ("k", "q", "v"):
             self.plan[name].view(base)[row, col] = BFloat16(0)
 
-    def publish(self, base, tid):
-        """A = X diag(b) in bf16; a thread has a quarter of a row."""
+    @cute.jit
+    def publish(self, base, tid: Int32):
+        """A = X diag(b) in bf16; a thread has a row's 16 columns of one block.  Above the diagonal
+        blocks X was never written.
+        """
         row, part = tid // 4, tid % 4
-        X, b = self.plan["L"].view(base), self.plan["rows"].view(base)
+        X, b = self.plan["L"].view(base), self.plan["factors"].view(base)
         out = MatrixRows(self.plan["A"], base, 0, row, 2 * part)
-        for j in range(2):
+        inside = part <= row // BLOCK
+        for j in cutlass.range_constexpr(2):
             x, f = (
                 load_four(line, 4 * part + 2 * j) + load_four(line, 4 * part + 2 * j + 1)
-                for line in (X[row, None], b[2, None])
+                for line in (X[row, None], b[Factor.B, None])
             )
-            out.store_piece(packed_bf16([y * z for y, z in zip(x, f, strict=True)]), j)
+            values = [select(inside, y * z, Float32(0)) for y, z in zip(x, f, strict=True)]
+            out.store_piece(packed_bf16(values), j)
 
     def multiply(self, name, copy, at, base, warp, tid):
         """A times the tile `name`, into its place and out."""
@@ -218,7 +237,9 @@ class Transition:
         self.store_from_first(copy, tile, at, base, warp)
 
     @cute.jit
-    def store_from_first(self, copy: tma.Tma, tile: cutlass.Constexpr, at: Chunk, base, warp: Int32):
+    def store_from_first(
+        self, copy: tma.Tma, tile: cutlass.Constexpr, at: Chunk, base, warp: Int32
+    ):
         if warp == 0:
             self.store(copy, tile, at, base)
             cute.arch.cp_async_bulk_commit_group()
@@ -269,13 +290,6 @@ def clamp(x, top):
     return cutlass.max(cutlass.min(Int32(x), top), 0)
 
 
-def load_four(line, index):
-    """Four fp32 values of a row, from 4 index on."""
-    four = cute.make_rmem_tensor((4,), Float32)
-    cute.autovec_copy(cute.local_tile(line, (4,), (index,)), four)
-    return [four[i] for i in range(4)]
-
-
 # ---------------------------------------------------------------- compile
 def trace(config: Config):
     """(jit callable, fake arguments) for `compile.KernelSpec`: B, T, H, N, slots and the strides of
@@ -297,13 +311,18 @@ def trace(config: Config):
 
     beta_type = types[config.beta]
     beta = cute.runtime.make_fake_tensor(
-        beta_type, (B, T, H), tuple(cute.sym_int64() for _ in range(3)), assumed_align=beta_type.width // 8
+        beta_type,
+        (B, T, H),
+        tuple(cute.sym_int64() for _ in range(3)),
+        assumed_align=beta_type.width // 8,
     )
     A_log = dt_bias = cu = None
     if config.gate != "log":
         A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
     if config.varlen:
-        cu = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (cute.sym_int(),), assumed_align=4)
+        cu = cute.runtime.make_fake_tensor(
+            Int32, (cute.sym_int(),), (cute.sym_int(),), assumed_align=4
+        )
     tokens = [strided(BFloat16, B, T, H, D) for _ in range(3)]
     wide = [compact(BFloat16, slots, H, C, D) for _ in range(4)]
     arguments = (

@@ -2,173 +2,189 @@
 
 Of a pair i > j, let s be the highest bit in which i and j differ, and a the multiple of s between
 them (j < a <= i).  The decay from j to i is exp(gc_i - gc_a) exp(gc_a - gc_j): both factors are at
-most 1 for every gate <= 0.  So the pairs of a level s are products of left rows (bit s set) and
-right rows (bit s clear).
+most 1 for every gate <= 0.  So the pairs of a level s are products of 32 left rows (bit s set) and
+32 right rows (bit s clear): one wgmma of the left rows of k and of q with the right rows of k, of
+whose results those inside a square of s x s count.
 
-    level       products
-    32          rows 32-63 x 0-31, as 2 x 2 rectangles of 16 x 16
-    16          rows 16-31 x 0-15 and 48-63 x 32-47
-    8, 4, 2, 1  in each block of 16: its 8 left rows x its 8 right rows, of which 8/s squares count
-
-The left rows of k and of q share their exponents, and the rows of one mma.sync.  Operands are made
-in registers, in the order of the MMA's fragments.
+Operands are k and q times factors, all of them rounded to bf16; row p of an operand is the p-th left
+(or right) token, whose number is p with the bit s inserted.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
 
-from ...device.matrix_rows import LaneRows, MatrixRows
-from ...device.warp_mma import WarpMma, unpack_bf16
-from .gate import exp2
-from .schedule import BLOCK, LEVELS, STEPS
+from ...device import warpgroup as wg
+from ...device.matrix_rows import MatrixRows
+from ...device.warp_mma import packed_bf16, select
+from .columns import Columns, RowWords, falling, load_pair, rising, scaled
+from .gate import Total
+from .schedule import BLOCK, GROUP, LEVELS, C, Factor
+
+HALF = C // 2  # left or right rows of a level
 
 
 class Pairs:
-    """Code of all warps: L (strictly lower, fp32) and mqk (strictly lower, bf16) in shared memory."""
+    """Code of all warps: L (below the diagonal, fp32) and mqk (likewise, bf16) in shared memory."""
 
     def __init__(self, config, plan):
         self.config, self.plan = config, plan
-        self.mma = WarpMma("bf16")
 
     @cute.jit
-    def run(self, base, warp: Int32, lane: Int32):
-        """6 rectangles to warps 0-5; of 16 (block, level) units two to warps 0-3, one to 4 and 5,
-        three to 6 and 7.
-        """
-        if warp < 6:
-            # 0-3: level 32; 4, 5: level 16
-            inner = warp - 4
-            left = 32 + 16 * (warp // 2) if warp < 4 else 16 + 32 * inner
-            right = 16 * (warp % 2) if warp < 4 else 32 * inner
-            anchor = Int32(32) if warp < 4 else left
-            self.rectangle(base, left, right, anchor, lane)
-        first, count = 2 * warp, Int32(2)
-        if warp >= 4:
-            first = warp + 4
-            count = Int32(1)
-        if warp >= 6:
-            first = 3 * warp - 8
-            count = Int32(3)
-        for unit in cutlass.range(first, first + count, unroll=1):
-            self.level(base, unit // LEVELS, Int32(BLOCK // 2) >> (unit % LEVELS), lane)
+    def run(self, base, own: Columns, warp: Int32, lane: Int32, tid: Int32):
+        """Two levels at a time; a warpgroup multiplies one of them."""
+        for n in cutlass.range_constexpr(0, len(LEVELS), 2):
+            for i in cutlass.range_constexpr(2):
+                self.operands(base, own, LEVELS[n + i], i)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+            if warp < 4:
+                self.multiply(base, LEVELS[n], 0, warp, lane, tid)
+            else:
+                self.multiply(base, LEVELS[n + 1], 1, warp - 4, lane, tid - GROUP)
+            cute.arch.sync_threads()  # operands were read
 
-    # ------------------------------------------------------------ off-diagonal blocks
+    # ------------------------------------------------------------ operands
+    def operands(self, base, own, s, buffer):
+        """Left and right rows of level s to a buffer."""
+        if s < BLOCK:
+            self.inside(base, own, s, buffer)
+        else:
+            self.across(base, own, s, buffer)
+
+    def inside(self, base, own, s, buffer):
+        """A level whose pairs lie inside blocks."""
+        left, right = self.rows(base, buffer, BLOCK // 2 * own.block, own.pair)
+        for group in range(0, BLOCK, 2 * s):
+            anchor = group + s
+            for r, f in falling(own.e, anchor, anchor + s - 1).items():
+                p = group // 2 + r - anchor
+                left.store(p, scaled(own.k[r], f))
+                left.store(p + HALF, scaled(own.q[r], f))
+            start = [own.e[i, anchor] for i in range(2)]
+            for r, f in rising(own.e, anchor - 1, group, start).items():
+                right.store(group // 2 + r - group, scaled(own.k[r], f))
+
     @cute.jit
-    def rectangle(self, base, left: Int32, right: Int32, anchor: Int32, lane: Int32):
-        """Tokens left .. left + 15 against right .. right + 15."""
-        k_acc, q_acc = self.mma.accumulators(1, 2), self.mma.accumulators(1, 2)
-        names, r, c = LaneRows(lane), lane // 4, lane % 4
-        row, chunk = names.rows_first()
-        k = MatrixRows(self.plan["k"], base, 0, left + row, chunk)
-        q = MatrixRows(self.plan["q"], base, 0, left + row, chunk)
-        row, chunk = names.columns_first()
-        kr = MatrixRows(self.plan["k"], base, 0, right + row, chunk)
-        g = self.plan["gc"].view(base)
-        gl = [row_pairs(g, left + r + 8 * half, c) for half in range(2)]
-        gr = [row_pairs(g, right + r + 8 * n, c) for n in range(2)]
-        ga = row_pairs(g, anchor, c)
-        for step in cutlass.range(STEPS, unroll=2):
-            self.rectangle_step(k_acc, q_acc, k, q, kr, gl, gr, ga, step)
-        self.store_rectangle(k_acc, q_acc, base, left, right, lane)
+    def across(self, base, own: Columns, s: cutlass.Constexpr, buffer: cutlass.Constexpr):
+        """A level whose squares are whole blocks: a block has left rows or right rows."""
+        if (own.block & (s // BLOCK)) != 0:
+            self.left_block(base, own, s, buffer)
+        else:
+            self.right_block(base, own, s, buffer)
 
-    def rectangle_step(self, k_acc, q_acc, k, q, kr, gl, gr, ga, step):
-        anchor = [load_two(ga, 2 * step + s) for s in range(2)]
-        down = [
-            [exp2(x - a) for x, a in zip(load_two(gl[half], 2 * step + s), anchor[s], strict=True)]
-            for s in range(2)
-            for half in range(2)
-        ]
-        down = sum(down, [])  # index i + 2 half + 4 s
-        a_k, a_q = (
-            self.mma.operand_a(
-                [x * f for x, f in zip(unpack_bf16(t.load(0, 2 * step)), down, strict=True)]
-            )
-            for t in (k, q)
-        )
-        values = unpack_bf16(kr.load(0, 2 * step))  # index i + 2 s + 4 n
-        for n in range(2):
-            up = [
-                exp2(a - x)
-                for s in range(2)
-                for x, a in zip(load_two(gr[n], 2 * step + s), anchor[s], strict=True)
-            ]
-            b = self.mma.operand_b(
-                [x * f for x, f in zip(values[4 * n : 4 * n + 4], up, strict=True)]
-            )
-            self.mma.step(k_acc, 0, n, a_k, b)
-            self.mma.step(q_acc, 0, n, a_q, b)
+    def left_block(self, base, own, s, buffer):
+        start = None
+        if s == 2 * BLOCK:  # block 3 decays through block 2
+            rest = load_pair(self.plan["totals"].view(base), Total.REST + 2, own.pair)
+            start = [select(own.block == 3, rest[i] * own.e[i, 0], Float32(1)) for i in range(2)]
+        rows, _ = self.rows(base, buffer, self.first(own.block, s), own.pair)
+        for r, f in falling(own.e, 0, BLOCK - 1, start).items():
+            rows.store(r, scaled(own.k[r], f))
+            rows.store(r + HALF, scaled(own.q[r], f))
 
-    def store_rectangle(self, k_acc, q_acc, base, left, right, lane):
-        for half in range(2):
-            row = left + lane // 4 + 8 * half
-            for n in range(2):
-                for i in range(2):
-                    col = right + 2 * (lane % 4) + i + 8 * n
-                    self.store_pair(
-                        base, row, col, k_acc[(i, half), 0, n], q_acc[(i, half), 0, n]
-                    )
+    def right_block(self, base, own, s, buffer):
+        totals = self.plan["totals"].view(base)
+        anchor = 2 if s == 2 * BLOCK else own.block + 1
+        start = load_pair(totals, Total.FIRST + anchor, own.pair)
+        if s == 2 * BLOCK:  # block 0 decays through block 1
+            whole = load_pair(totals, Total.WHOLE + 1, own.pair)
+            start = [start[i] * select(own.block == 0, whole[i], Float32(1)) for i in range(2)]
+        _, rows = self.rows(base, buffer, self.first(own.block, s), own.pair)
+        for r, f in rising(own.e, BLOCK - 1, 0, start).items():
+            rows.store(r, scaled(own.k[r], f))
 
-    # ------------------------------------------------------------ inside a block
+    @staticmethod
+    def first(block, s):
+        """Operand row of a block's first token."""
+        return BLOCK * (block // 2) if s == BLOCK else BLOCK * (block % 2)
+
+    def rows(self, base, buffer, first, pair):
+        """The thread's words in left rows (of k, and of q HALF further on) and in right rows."""
+        tile = self.plan[f"rows{buffer}"]
+        left = RowWords(tile, base, first, pair)
+        return left, left.further(2 * HALF)
+
+    # ------------------------------------------------------------ products
+    def multiply(self, base, s, buffer, warp, lane, tid):
+        """Left rows of k and of q times right rows^T: [64, 128] [32, 128]^T."""
+        tile = self.plan[f"rows{buffer}"]
+        mma = wg.tiled_mma("K", "K", HALF)
+        acc = wg.accumulator(mma, 2 * HALF, HALF)
+        a = wg.operand_a(mma, tid, tile.rows_view(base, 0, 2 * HALF))
+        b = wg.operand_b(mma, tid, tile.rows_view(base, 2 * HALF, HALF))
+        wg.gemm(mma, acc, a, b)
+        warpgroup.wait_group(0)
+        self.store(base, acc, s, warp, lane)
+
     @cute.jit
-    def level(self, base, block: Int32, s: Int32, lane: Int32):
-        """Pairs of a block whose highest differing bit is s."""
-        acc = self.mma.accumulators(1, 1)
+    def store(self, base, acc: cute.Tensor, s: cutlass.Constexpr, warp: Int32, lane: Int32):
+        """Warps 0 and 1 hold products of k, warps 2 and 3 of q; two left blocks of 8 each."""
+        upper = warp % 2
         r, c = lane // 4, lane % 4
-        token = lambda x: BLOCK * block + (((x & -s) << 1) | (x & (s - 1)))  # noqa: E731
-        in_matrix, bit3, bit4 = lane % 8, lane // 8 % 2, lane // 16
-        left = MatrixRows(self.plan["k"], base, 0, token(in_matrix) + s, bit4)
-        left.shift(bit3 * (self.plan["q"].offset - self.plan["k"].offset))
-        right = MatrixRows(self.plan["k"], base, 0, token(in_matrix), lane // 8)
-        g = self.plan["gc"].view(base)
-        gl, gr = row_pairs(g, token(r) + s, c), row_pairs(g, token(r), c)
-        ga = row_pairs(g, BLOCK * block + ((r & -s) << 1) + s, c)
-        for two in cutlass.range(STEPS // 2, unroll=1):
-            self.level_steps(acc, left, right, gl, gr, ga, two)
-        self.store_level(acc, base, token, s, r, c)
+        token = lambda p: ((p & -s) << 1) | (p & (s - 1))  # noqa: E731
+        p = BLOCK * upper + r
+        for half in cutlass.range_constexpr(2):
+            row = token(p + 8 * half) + s
+            for n in cutlass.range_constexpr(max(s // 8, 1)):
+                values = [self.value(acc, s, upper, half, n, i) for i in range(2)]
+                col = 2 * c + 8 * n
+                if const_expr(s <= 8):
+                    col = col + 8 * half
+                if const_expr(s <= 16):
+                    col = col + BLOCK * upper
+                if const_expr(s >= 8):
+                    self.store_two(base, warp, row, token(col), values)
+                elif const_expr(s > 1):
+                    if (r & -s) == (2 * c & -s):
+                        self.store_two(base, warp, row, token(col), values)
+                else:
+                    if r // 2 == c:
+                        self.store_one(
+                            base, warp, row, row - 1, select(r % 2 == 1, values[1], values[0])
+                        )
 
-    def level_steps(self, acc, left, right, gl, gr, ga, two):
-        right_values = unpack_bf16(right.load(0, 4 * two))  # index i + 2 s, of two steps
-        for n in range(2):
-            step = 2 * two + n
-            down, up = [], []
-            for s in range(2):
-                low, high, anchor = (load_two(x, 2 * step + s) for x in (gl, gr, ga))
-                down += [exp2(x - a) for x, a in zip(low, anchor, strict=True)]
-                up += [exp2(a - x) for x, a in zip(high, anchor, strict=True)]
-            values = unpack_bf16(left.load(0, 2 * step))  # index i + 2 (k, q) + 4 s
-            a = [values[e] * down[e % 2 + e // 4 * 2] for e in range(8)]
-            b = [x * f for x, f in zip(right_values[4 * n : 4 * n + 4], up, strict=True)]
-            self.mma.step(acc, 0, 0, self.mma.operand_a(a), self.mma.operand_b(b))
-
-    def store_level(self, acc, base, token, s, r, c):
-        row = token(r) + s
-        for i in range(2):
-            x = 2 * c + i
-            self.store_if((r & -s) == (x & -s), base, row, token(x), acc[(i, 0), 0, 0], acc[(i, 1), 0, 0])
+    def value(self, acc, s, upper, half, n, i):
+        """Entry i + 2 half of the accumulator tile that belongs to n: where several warps differ,
+        tile n of the lower or of the upper 16 columns.
+        """
+        entry = i + 2 * half
+        if s == 2 * BLOCK:
+            return acc[4 * n + entry]
+        tile = n if s == BLOCK else half
+        return select(upper == 1, acc[4 * (tile + 2) + entry], acc[4 * tile + entry])
 
     @cute.jit
-    def store_if(self, same, base, row: Int32, col: Int32, kk, qk):
-        if same:
-            self.store_pair(base, row, col, kk, qk)
+    def store_two(self, base, warp: Int32, row: Int32, col: Int32, values):
+        """Two neighbours: L = b kn_i . kn_j, mqk = scale qn_i . kn_j from raw products."""
+        factors = self.plan["factors"].view(base)
+        right = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(neighbours(factors, Factor.K, col), right)
+        if warp < 2:
+            left = factors[Factor.BK, row]
+            two = cute.make_rmem_tensor((2,), Float32)
+            for i in cutlass.range_constexpr(2):
+                two[i] = values[i] * (left * right[i])
+            cute.autovec_copy(two, neighbours(self.plan["L"].view(base), row, col))
+        else:
+            left = factors[Factor.Q, row]
+            at = MatrixRows(self.plan["mqk"], base, 0, row, col // 8).piece_pointer()
+            at = cute.make_tensor(at + cute.assume(col % 8, divby=2), cute.make_layout(2))
+            cute.autovec_copy(packed_bf16([values[i] * (left * right[i]) for i in range(2)]), at)
 
-    # ------------------------------------------------------------ results
-    def store_pair(self, base, row, col, kk, qk):
-        """L = b kn_i . kn_j, mqk = scale qn_i . kn_j, from raw products."""
-        factors = self.plan["rows"].view(base)
-        right = factors[0, col]
-        self.plan["L"].view(base)[row, col] = factors[2, row] * factors[0, row] * right * kk
-        self.plan["mqk"].view(base)[row, col] = BFloat16(factors[1, row] * right * qk)
+    @cute.jit
+    def store_one(self, base, warp: Int32, row: Int32, col: Int32, value: Float32):
+        factors = self.plan["factors"].view(base)
+        value = value * factors[Factor.K, col]
+        L, mqk = self.plan["L"].view(base), self.plan["mqk"].view(base)
+        if warp < 2:
+            L[row, col] = value * factors[Factor.BK, row]
+        else:
+            mqk[row, col] = BFloat16(value * factors[Factor.Q, row])
 
 
-def row_pairs(tile, row, c):
-    """View of a row of an fp32 tile for this lane: [i, block of 8 columns] is column 2c + i + 8 block."""
-    offset = cute.assume(cute.crd2idx((row, 2 * c), tile.layout), divby=2)
-    blocks = cute.size(tile, mode=[1]) // 8
-    return cute.make_tensor(tile.iterator + offset, cute.make_layout((2, blocks), stride=(1, 8)))
-
-
-def load_two(view, block):
-    two = cute.make_rmem_tensor((2,), view.element_type)
-    cute.autovec_copy(view[None, block], two)
-    return [two[0], two[1]]
+def neighbours(tile, row, col):
+    """Columns col and col + 1 of an fp32 tile's row; col is even."""
+    offset = cute.assume(cute.crd2idx((row, col), tile.layout), divby=2)
+    return cute.make_tensor(tile.iterator + offset, cute.make_layout(2))

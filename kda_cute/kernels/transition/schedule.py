@@ -15,11 +15,11 @@ from ..budget import MMA_BF16, MMA_TF32, Budget, MmaRow, wgmma_bf16
 
 BLOCK = 16  # tokens of a diagonal block: rows of one mma.sync
 STEPS = D // 16  # k steps of mma.sync
+BLOCKS = C // BLOCK
 WARPS, THREADS = 8, 256
 GROUP = 128  # threads of a warpgroup
-LEVELS = 4  # of the dyadic scheme inside a block: 8, 4, 2, 1
+LEVELS = (32, 16, 8, 4, 2, 1)  # of the dyadic scheme
 LOG2E = 1.4426950408889634
-DEEPEST = -160.0  # log2 of a decay that is 0 in fp32, whatever multiplies it
 NORM_EPS = 1e-6
 
 
@@ -44,11 +44,19 @@ class Bar(enum.IntEnum):
 
 
 class NamedBar(enum.IntEnum):
-    """Named barriers: of the warps that invert, of those that make tiles, of the two products."""
+    """Named barriers: of the warps that invert, of the two products."""
 
     INVERT = 1
-    TILES = 2
-    PRODUCT = 3  # and 4
+    PRODUCT = 2  # and 3
+
+
+class Factor(enum.IntEnum):
+    """Rows of the tile `factors`: 1 / norm of k; scale / norm of q; b; b times the first."""
+
+    K = 0
+    Q = 1
+    B = 2
+    BK = 3
 
 
 class Gmem(NamedTuple):
@@ -99,16 +107,15 @@ def shared_memory(config: Config) -> Plan:
 def mma_account(config: Config) -> list[MmaRow]:
     """Where the tensor-core instructions of a chunk are.
 
-    A product of 16 x 16 matrices is four m16n8k8.  The inverse of a block of 16 takes two of them in
-    each of three doublings, and as many for the transposed inverse, but not in the last one.
+    A product of 16 x 16 matrices is four m16n8k8; of two pairs of 8 x 8 matrices it takes two.  The
+    inverse of a block of 16 has four of the latter in each of two doublings, less the two that only
+    X22^T would need, and two instructions below the diagonal.
     """
-    square, unroll = 4, 2
+    square = 4
     products = [
-        # k and q against two column tiles
-        ("pairs of blocks", MMA_BF16, 6, 2 * 2 * unroll, STEPS // unroll),
-        # k and q are the halves of a left operand; a unit is a level of a block
-        ("pairs inside a block", MMA_BF16, LEVELS * (C // BLOCK), unroll, STEPS // unroll),
-        ("X, X^T of a block", MMA_TF32, 4, (3 + 2) * 2 * square),
+        ("norms", MMA_BF16, WARPS, 2 * STEPS),
+        *((f"level {s}", wgmma_bf16(C // 2), 1, STEPS) for s in LEVELS),
+        ("X, X^T of a block", MMA_TF32, 4, 2 * 4 * 2 - 2 + 2),
         ("X of two blocks", MMA_TF32, 2, 2 * square),
         ("X of four blocks", MMA_TF32, 4, (2 * 2 + 2) * square),
         ("w = A kd", wgmma_bf16(D), 1, C // 16),
@@ -120,19 +127,19 @@ def mma_account(config: Config) -> list[MmaRow]:
 def budget(config: Config) -> Budget:
     """What the compiled kernel has to keep.
 
-    In products of 16 x 16 x 16: six blocks below the diagonal of k k^T and of q k^T, 128 deep, and
-    half a one for each level of the four on it; the inverse takes 40 on the diagonal, 2 x 2 below
-    it in pairs of blocks, and 4 x 6 in the corner of four.  FFMA are left for norms and gates.
+    A level is a product [64, 128] [128, 32]; rows of k and q meet themselves and each other in
+    blocks of 8.  In instructions, the inverse takes 16 in each block of 16, 8 below it in pairs of
+    blocks, and 4 x 6 in the corner of four.  FFMA are left for gates.
     """
-    below, inside = 6 * 2 * STEPS, LEVELS * (C // BLOCK) * STEPS
     return Budget(
         threads=THREADS,
         ctas=2,
         plan=shared_memory(config),
         mma=mma_account(config),
         implied={
-            MMA_BF16: 2 * below + inside,
-            MMA_TF32: 4 * (40 + 2 * 2 + 4 * 6),
+            MMA_BF16: 2 * (C // 8) * STEPS,
+            MMA_TF32: 4 * 16 + 2 * 8 + 4 * 4 * 6,
+            wgmma_bf16(C // 2): len(LEVELS) * STEPS,
             wgmma_bf16(D): 2 * C // 16,
         },
         ffma=256,

@@ -1,0 +1,313 @@
+"""Gradients of the inputs of `chunk_kda` from the states and their gradients, K = V = 128.
+
+One CTA works on one (chunk, head); chunks don't depend on each other.  gc is the running sum of the
+gate in the chunk, gT its last value, kn and qn the normalised keys and queries, and S [V, K] the
+state on entering the chunk, dS the gradient of the state on leaving it; dv = A^T dU.
+
+    dM = do U^T            dL = -dv U^T            of pairs i > j, and dM of i = j
+    dqn = scale e^gc do S + what pairs add
+    dkn = -e^gc dv S + e^(gT - gc) U dS + what pairs add
+    dgc = qn scale e^gc do S - kn e^gc dv S + what pairs add
+    dg_t = sum of dgc from t on + e^gT sum_v dS S + sum of kn e^(gT - gc) U dS before t
+
+then the backward of norms, gate and beta.  Steps:
+
+    load      TMA: S, dS, do, U, dU, A, q, k; the gate by ordinary loads
+    gate      do S^T and U dS^T start; gc, b, norms
+    first     warpgroups 0, 1: dv, over dU, and dbeta; warpgroups 2, 3: M = dM times norms
+    multiply  L = dL times norms; dv S^T; sum_v dS S; dv to global memory
+    pairs     see `pairs`: registers hold dq, dk, dgc of 16 channels and 32 tokens of a warp
+    columns   sums over tokens, gate, norms, out
+
+M and L have the norms' factors in them, so that dq and dk grow as gradients over the norm.  Rows
+past the sequence's end are zeroed in shared memory.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device import tma
+from ...device.math import clamp, exp2
+from ...layouts.variants import plan
+from .gate import Gate
+from .pairs import COUNT, Lane, Pairs, Place, unpack
+from .products import Products
+from .schedule import (
+    GROUP,
+    THREADS,
+    Bar,
+    C,
+    Chunk,
+    Config,
+    Copies,
+    D,
+    Gmem,
+    Options,
+    Row,
+)
+from .tokens import Tokens
+
+TOKEN_TILES = ("q", "k", "do")
+
+
+class Gradients:
+    """The kernel for one `Config`."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.plan = plan("gradients", config.layout, "bf16")
+        self.gate, self.tokens = Gate(config, self.plan), Tokens(config, self.plan)
+        self.products, self.pairs = Products(config, self.plan), Pairs(config, self.plan)
+
+    # ------------------------------------------------------------ launch
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, do: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
+        A_log, dt_bias, cu_seqlens,
+        S: cute.Tensor, dS: cute.Tensor, U: cute.Tensor, dU: cute.Tensor, A: cute.Tensor,
+        dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
+        dA_part, ddt_part,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        m = Gmem(
+            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, S, dS, U, dU, A,
+            dq, dk, dv, dg, dbeta, dA_part, ddt_part,
+        )  # fmt: skip
+        options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
+        modes = lambda name: [1, 3, 2, 0] if name in TOKEN_TILES else [2, 3, 1, 0]  # noqa: E731
+        copies = Copies(
+            *(
+                tma.make_load(tma.permuted(getattr(m, name), modes(name)), self.plan[name])
+                for name in Copies._fields
+            )
+        )
+        self.kernel(m, copies, options).launch(
+            grid=(S.shape[0] * q.shape[2], 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,  # percent; the default asks a driver while compiling
+        )
+
+    @cute.kernel
+    def kernel(self, m: Gmem, copies: Copies, options: Options):
+        base = cutlass.memory.SmemAllocator().allocate(self.plan.total_bytes, 1024)
+        bars = self.plan["barriers"].view(base).iterator
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tid, _, _ = cute.arch.thread_idx()
+        at = self.find_chunk(m)
+        if at.rows > 0:
+            if warp == 0:
+                with cute.arch.elect_one():
+                    for bar in Bar:
+                        cute.arch.mbarrier_init(bars + bar, 1)
+                cute.arch.mbarrier_init_fence()
+                self.load(copies, at, base, bars)
+            self.run(m, options, at, base, bars, warp, tid)
+        else:
+            self.gate.clear_parameters(m, at, tid)
+
+    def load(self, copies, at, base, bars):
+        """Issue all copies."""
+        by_bar = {Bar.STATES: ("do", "S", "U", "dS"), Bar.INVERSE: ("dU", "A"), Bar.ROWS: ("k", "q")}
+        for bar, names in by_bar.items():
+            nbytes = sum(self.plan[name].copy_bytes for name in names)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(bars + bar, nbytes)
+            for name in names:
+                copy, tile = getattr(copies, name), self.plan[name]
+                if name in TOKEN_TILES:
+                    rows = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
+                else:
+                    rows = copy.tensor[None, None, at.h, at.slot]
+                tma.load(copy, cute.local_tile(rows, tile.shape, (0, 0)), tile.view(base), bars + bar)
+
+    # ------------------------------------------------------------ steps
+    @cute.jit
+    def run(self, m: Gmem, o: Options, at: Chunk, base, bars, warp: Int32, tid: Int32):
+        """The steps."""
+        lane = cute.arch.lane_idx()
+        raw = self.gate.read(m, at, tid)
+        self.tokens.activate_beta(m, at, base, tid, o)
+        cute.arch.sync_threads()  # the barriers are ready
+        cute.arch.mbarrier_wait(bars + Bar.STATES, 0)
+        if at.rows < C:
+            cute.arch.mbarrier_wait(bars + Bar.ROWS, 0)
+            self.zero_tail(at, base, tid)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+        acc_q = self.products.by_state(base, tid, "S", "do")
+        acc_kr = self.products.by_state(base, tid, "dS", "U")
+        sums = self.gate.accumulate(m, at, base, tid, raw, o.lower_bound)
+        cute.arch.mbarrier_wait(bars + Bar.ROWS, 0)
+        self.tokens.norms(base, tid, o)
+        cute.arch.sync_threads()  # gate totals, b, norms
+        self.gate.publish(base, tid, sums)
+        cute.arch.mbarrier_wait(bars + Bar.INVERSE, 0)
+        if warp < 8:
+            self.products.values(base, tid, lane)
+        else:
+            acc = self.products.by_tokens(base, tid - 2 * GROUP, 2, "do")
+            warpgroup.wait_group(0)
+            self.products.publish(base, tid - 2 * GROUP, lane, acc, "M", 1.0)
+        cute.arch.fence_view_async_shared()  # dv is an operand
+        cute.arch.sync_threads()  # gc, dv, M
+        acc_L = self.products.by_tokens(base, tid, 4, "dU")
+        acc_k = self.products.by_state(base, tid, "S", "dU")
+        place = Place(warp, lane)
+        self.products.decay(base, lane, place.channels, place.half)
+        self.tokens.store_dv(m, at, base, tid)
+        warpgroup.wait_group(1)
+        self.products.publish(base, tid, lane, acc_L, "L", -1.0)
+        warpgroup.wait_group(0)
+        cute.arch.sync_threads()  # L; the states are free
+        registers = self.combine(base, place, acc_q, acc_k, acc_kr)
+        self.pairs.run(base, place, registers)
+        cute.arch.sync_threads()  # gc, M, L are free
+        self.keep(base, place, "dq", registers.dq)
+        self.keep(base, place, "dk", registers.dk)
+        self.keep(base, place, "dgc", registers.dgc)
+        raw = self.gate.read(m, at, tid)
+        cute.arch.sync_threads()
+        columns = self.gate.sum_columns(base, tid)
+        self.tokens.finish(m, at, base, tid)
+        self.tokens.store_dbeta(m, at, base, tid, o)
+        cute.arch.sync_threads()  # sums of the spans of tokens
+        columns = self.gate.finish_columns(base, tid, columns)
+        dA = self.gate.backward(m, at, base, tid, raw, columns, o.lower_bound)
+        if const_expr(self.config.gate != "log"):
+            self.gate.keep_dA(base, tid, dA)
+            cute.arch.sync_threads()
+            self.gate.store_parameters(m, at, base, tid)
+
+    @cute.jit
+    def zero_tail(self, at: Chunk, base, tid: Int32):
+        """Rows past the sequence's end hold another sequence's tokens, or anything."""
+        for i in cutlass.range(at.rows * D + tid, C * D, THREADS, unroll=1):
+            self.zero(base, i // D, i % D)
+
+    def zero(self, base, row, col):
+        for name in TOKEN_TILES:
+            self.plan[name].view(base)[row, col] = BFloat16(0)
+
+    def combine(self, base, place, acc_q, acc_k, acc_kr):
+        """What the products with states give: registers for `pairs`; kr dkr goes to its tile."""
+        k, q = (place.words(self.plan[name], base) for name in ("k", "q"))
+        tile = self.plan["gc"].view(base)
+        gc, rows = place.view(tile), self.plan["rows"].view(base)
+        fk, fq = (place.tokens(rows[row, None]) for row in (Row.FK, Row.FQ))
+        last = [tile[C - 1, 16 * place.channels + place.r + 8 * half] for half in range(2)]
+        steps, krdkr = [], place.view(self.plan["krdkr"].view(base))
+        dq, dk, dgc = (cute.make_rmem_tensor((COUNT,), Float32) for _ in range(3))
+        for w in range(COUNT // 2):
+            half, s, block = w % 2, w // 2 % 2, w // 4
+            factors = cute.make_rmem_tensor((2, 2), Float32)
+            cute.autovec_copy(fk[None, s, block], factors[None, 0])
+            cute.autovec_copy(fq[None, s, block], factors[None, 1])
+            kw, qw = unpack(k[w]), unpack(q[w])
+            sums = [gc[i, half, s, block] for i in range(2)]
+            steps.append(exp2(sums[1] - sums[0]))
+            for i in range(2):
+                e = 2 * w + i
+                start, end = exp2(sums[i]), exp2(last[half] - sums[i])
+                from_q = acc_q[e] * (start * factors[i, 1])
+                from_k = acc_k[e] * (start * factors[i, 0])  # minus the gradient
+                from_end = acc_kr[e] * (end * factors[i, 0])
+                krdkr[i, half, s, block] = kw[i] * from_end
+                dq[e] = from_q
+                dk[e] = from_end - from_k
+                dgc[e] = qw[i] * from_q - kw[i] * from_k
+        return Lane(k, q, steps, dq, dk, dgc)
+
+    def keep(self, base, place, name, values):
+        """A lane's values to an fp32 tile."""
+        view = place.view(self.plan[name].view(base))
+        for e in range(COUNT):
+            view[e % 2, e // 2 % 2, e // 4 % 2, e // 8] = values[e]
+
+    # ------------------------------------------------------------ which chunk
+    @cute.jit
+    def find_chunk(self, m: Gmem):
+        """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""
+        index, _, _ = cute.arch.block_idx()
+        T, H = m.q.shape[1], m.q.shape[2]
+        slot, h = index // H, index % H
+        b, token, rows = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.config.varlen):
+            n = self.find_sequence(m, slot)
+            first, last = clamp(m.cu_seqlens[n], T), clamp(m.cu_seqlens[n + 1], T)
+            chunk = slot - (first // C + n)
+            if chunk >= 0:
+                token = first + chunk * C
+                rows = cutlass.max(cutlass.min(last - token, C), 0)
+        else:
+            chunks = (T + C - 1) // C
+            b = slot // chunks
+            token = slot % chunks * C
+            rows = cutlass.min(T - token, C)
+        return Chunk(b, token, rows, slot, h)
+
+    @cute.jit
+    def find_sequence(self, m: Gmem, slot: Int32):
+        """The last sequence whose first slot is not past this one, by a 32-ary search."""
+        T, low, high = m.q.shape[1], Int32(0), Int32(m.cu_seqlens.shape[0] - 1)
+        lane = cute.arch.lane_idx()
+        while high - low > 1:
+            step = (high - low + 31) // 32
+            n = cutlass.min(low + lane * step, high - 1)
+            before = clamp(m.cu_seqlens[n], T) // C + n <= slot
+            count = cute.arch.popc(cute.arch.vote_ballot_sync(before))
+            low = cutlass.min(low + cutlass.max(count - 1, 0) * step, high - 1)
+            high = cutlass.min(low + step, high)
+        return low
+
+
+# ---------------------------------------------------------------- compile
+def trace(config: Config):
+    """(jit callable, fake arguments) for `compile.KernelSpec`: B, T, H, N, slots and the strides of
+    the callers' tensors are dynamic.
+    """
+    B, T, H, slots = (cute.sym_int() for _ in range(4))
+    types = {"bf16": BFloat16, "f32": Float32}
+
+    def strided(dtype, *shape):
+        pieces = 128 // dtype.width
+        stride = tuple(cute.sym_int64(divisibility=pieces) for _ in range(len(shape) - 1))
+        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
+
+    def compact(dtype, *shape):
+        order = tuple(reversed(range(len(shape))))
+        return cute.runtime.make_fake_compact_tensor(
+            dtype, shape, stride_order=order, assumed_align=16
+        )
+
+    def scalars(dtype):
+        strides = tuple(cute.sym_int64() for _ in range(3))
+        return cute.runtime.make_fake_tensor(
+            dtype, (B, T, H), strides, assumed_align=dtype.width // 8
+        )
+
+    g, beta = types[config.g], types[config.beta]
+    A_log = dt_bias = cu = dA = ddt = None
+    if config.gate != "log":
+        A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
+        dA, ddt = compact(Float32, slots, H), compact(Float32, slots, H, D)
+    if config.varlen:
+        cu = cute.runtime.make_fake_tensor(
+            Int32, (cute.sym_int(),), (cute.sym_int(),), assumed_align=4
+        )
+    tokens = lambda dtype: strided(dtype, B, T, H, D)  # noqa: E731
+    arguments = (
+        tokens(BFloat16), tokens(BFloat16), tokens(BFloat16), tokens(g), scalars(beta),
+        A_log, dt_bias, cu,
+        *(compact(BFloat16, slots, H, D, D) for _ in range(2)),
+        *(compact(BFloat16, slots, H, C, D) for _ in range(2)),
+        compact(BFloat16, slots, H, C, C),
+        *(tokens(BFloat16) for _ in range(3)), tokens(g), scalars(beta), dA, ddt,
+        Float32(0), Float32(0), Float32(0), Int32(0), Int32(0),
+    )  # fmt: skip
+    return Gradients(config), arguments

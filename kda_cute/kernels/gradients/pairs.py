@@ -1,0 +1,404 @@
+"""Gradients of the products of pairs of tokens inside a chunk, exact for any gate: the dyadic scheme.
+
+Of a pair i > j, let s be the highest bit in which i and j differ, and a the multiple of s between
+them (j < a <= i).  With the factors f_t = exp(-|gc_t - gc_a|), all at most 1, kf = k f and qf = q f,
+
+    left,  bit s of i set     a_i = sum_j M_ij kf_j     y_i = sum_j L_ij kf_j
+    right, bit s of j clear   y_j = sum_i M_ij qf_i + L_ij kf_i
+
+    dq += f a     dk += f y     dgc += qf a + kf y (left), - kf y (right)
+
+where M and L hold the norms' factors, so that k and q are the inputs as they are, and dq and dk the
+gradients over the norm.  The operands of the products and the multipliers of dgc are the same
+rounded numbers: what a pair adds to i it takes from j, exactly.
+
+A warp owns 16 channels of 32 tokens.  Its products have channels as rows, and tokens as columns and
+as k: then a lane owns the same (channel, token) positions in operands A and in accumulators, and
+they are those of its accumulators of the products with states.  Lane l with r = l // 4 and c = l % 4
+owns channels r + 8 half and tokens 2c + i + 8 s + 16 block; lists of values have index
+i + 2 half + 4 s + 8 block, those of packed pairs of tokens half + 2 s + 4 block.  So an operand A is
+four neighbouring words, and two of them are one of 8 tokens.
+
+    level    tokens                    operands
+    32       of the warp's other half  its words come from the warp that owns them
+    16, 8    of the warp               left and right are different registers
+    4, 2     of its 8                  left and right are different lanes
+    1        of the lane's two         in fp32, without products
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.cutlass_dsl import dsl_user_op
+
+from ...device.math import exp2
+from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.warp_mma import from_bits, packed_bf16, select
+from .schedule import BLOCK, C, NamedBar, Row
+
+COUNT = 16  # values of a lane
+WORDS = COUNT // 2
+
+
+class Place:
+    """A lane's channels and tokens."""
+
+    def __init__(self, warp, lane):
+        self.warp, self.lane = warp, lane
+        self.r, self.c = lane // 4, lane % 4
+        self.half = warp // 8  # of the tokens
+        self.channels = warp % 8  # block of 16
+
+    def view(self, tile, shift=0):
+        """[i, half, s, block] of a tile [token, channel]; shift: 1 for i + 1 instead of i."""
+        layout = tile.layout
+        token = 32 * self.half + 2 * self.c + shift
+        offset = again(cute.crd2idx((token, BLOCK * self.channels + self.r), layout))
+        steps = [cute.crd2idx(x, layout) for x in ((1, 0), (0, 8), (8, 0), (16, 0))]
+        return cute.make_tensor(tile.iterator + offset, cute.make_layout((2, 2, 2, 2), stride=tuple(steps)))
+
+    def tokens(self, line):
+        """[i, s, block] of a row of one value a token."""
+        offset = cute.assume(32 * self.half + 2 * self.c, divby=2)
+        return cute.make_tensor(line.iterator + offset, cute.make_layout((2, 2, 2), stride=(1, 8, 16)))
+
+    def words(self, tile, base):
+        """The lane's words of a bf16 tile [token, channel], packed along tokens."""
+        row, chunk = LaneRows(self.lane).columns_first()
+        rows = MatrixRows(tile, base, 0, 32 * self.half + row, 2 * self.channels + chunk)
+        out = []
+        for block in range(2):
+            loaded = cute.recast_tensor(rows.load(BLOCK * block, transpose=True), Int32)
+            out += [loaded[w] for w in range(4)]
+        return out
+
+
+class Lane:
+    """What a lane has of its positions: words of k and q, the decay in each, and the sums."""
+
+    def __init__(self, k, q, step, dq, dk, dgc):
+        self.k, self.q, self.step = k, q, step
+        self.dq, self.dk, self.dgc = dq, dk, dgc
+
+    # ------------------------------------------------------------ factors
+    def left(self, w, gc, anchor):
+        """Factors of the pair w, on the left; gc: a `Place.view`."""
+        x = exp2(at_word(gc, w) - anchor)
+        return [x, x * self.step[w]]
+
+    def right(self, w, gc, anchor):
+        """The same on the right; the view is shifted by 1."""
+        x = exp2(anchor - at_word(gc, w))
+        return [x * self.step[w], x]
+
+    def either(self, w, gc, anchor, is_left):
+        """The same, shifted by 1 where not is_left."""
+        x = exp2(-cute.math.absf(at_word(gc, w) - anchor))
+        y = x * self.step[w]
+        return [select(is_left, x, y), select(is_left, y, x)]
+
+    # ------------------------------------------------------------ results
+    def add_left(self, w, f, kf, qf, a, y):
+        """a, y: the pair's results; kf, qf: its words."""
+        k, q = unpack(kf), unpack(qf)
+        for i in range(2):
+            e = 2 * w + i
+            self.dq[e] = self.dq[e] + f[i] * a[i]
+            self.dk[e] = self.dk[e] + f[i] * y[i]
+            self.dgc[e] = self.dgc[e] + q[i] * a[i] + k[i] * y[i]
+
+    def add_right(self, w, f, kf, y):
+        k = unpack(kf)
+        for i in range(2):
+            e = 2 * w + i
+            self.dk[e] = self.dk[e] + f[i] * y[i]
+            self.dgc[e] = self.dgc[e] - k[i] * y[i]
+
+
+class Pairs:
+    """Code of all warps."""
+
+    def __init__(self, config, plan):
+        self.config, self.plan = config, plan
+
+    def run(self, base, place, lane):
+        """Everything that pairs add to dq, dk, dgc."""
+        row, chunk = LaneRows(place.lane).columns_first()
+        M, L = (
+            MatrixRows(self.plan[name], base, 0, 32 * place.half + row, 4 * place.half + chunk)
+            for name in ("M", "L")
+        )
+        gc = self.plan["gc"].view(base)
+        self.same_token(base, place, lane)
+        self.neighbours(base, place, lane)
+        self.other_half(base, place, lane, gc, M, L)
+        self.other_block(place, lane, gc, M, L)
+        for block in range(2):
+            m, l = (load_words(x, BLOCK * block, 2 * block) for x in (M, L))
+            self.other_eight(place, lane, gc, block, m, l)
+        self.inside_eights(place, lane, gc, M, L)
+
+    def anchor(self, gc, place, token):
+        """gc of a token in the lane's two channels."""
+        return [gc[token, BLOCK * place.channels + place.r + 8 * half] for half in range(2)]
+
+    # ------------------------------------------------------------ without products
+    def same_token(self, base, place, lane):
+        """dq += M_tt k, dk += M_tt q."""
+        diagonal = place.tokens(self.plan["rows"].view(base)[Row.DIAGONAL, None])
+        for w in range(WORDS):
+            two = cute.make_rmem_tensor((2,), Float32)
+            cute.autovec_copy(diagonal[None, w // 2 % 2, w // 4], two)
+            k, q = unpack(again(lane.k[w])), unpack(again(lane.q[w]))
+            for i in range(2):
+                e = 2 * w + i
+                lane.dq[e] = lane.dq[e] + two[i] * k[i]
+                lane.dk[e] = lane.dk[e] + two[i] * q[i]
+
+    def neighbours(self, base, place, lane):
+        """Level 1; the left factor is 1."""
+        line = self.plan["rows"].view(base)[Row.PAIRS, None]
+        for w in range(WORDS):
+            pair = C // 4 * place.half + 8 * (w // 4) + 4 * (w // 2 % 2) + place.c
+            m, l = line[pair], line[32 + pair]
+            k, q = unpack(again(lane.k[w])), unpack(again(lane.q[w]))
+            f = lane.step[w]
+            kf = k[0] * f
+            y = m * q[1] + l * k[1]
+            lane.dq[2 * w + 1] = lane.dq[2 * w + 1] + m * kf
+            lane.dk[2 * w + 1] = lane.dk[2 * w + 1] + l * kf
+            lane.dk[2 * w] = lane.dk[2 * w] + f * y
+            moved = kf * y
+            lane.dgc[2 * w + 1] = lane.dgc[2 * w + 1] + moved
+            lane.dgc[2 * w] = lane.dgc[2 * w] - moved
+
+    # ------------------------------------------------------------ level 32
+    @cute.jit
+    def other_half(self, base, place: cutlass.Constexpr, lane: cutlass.Constexpr, gc, M, L):
+        if place.half == 0:
+            self.half_right(base, place, lane, gc, M, L)
+        else:
+            self.half_left(base, place, lane, gc, M, L)
+
+    def half_right(self, base, place, lane, gc, M, L):
+        anchor, sums = self.anchor(gc, place, 32), place.view(gc, 1)
+        for block in range(2):
+            words = range(4 * block, 4 * block + 4)
+            kf = [scaled(lane.k[w], lane.right(w, sums, anchor[w % 2])) for w in words]
+            self.give(base, place, block, kf)
+        self.meet(place)
+        sums = place.view(gc, 1)
+        for block in range(2):
+            y = accumulators()
+            for other in range(2):
+                m, l = (load_words(x, BLOCK * block, 4 + 2 * other) for x in (M, L))
+                k, q = (self.take(base, place.warp ^ 8, place, 2 * name + other) for name in range(2))
+                for n in range(2):
+                    step(y[n], q, m[2 * n : 2 * n + 2])
+                    step(y[n], k, l[2 * n : 2 * n + 2])
+            kf = self.take(base, place.warp, place, block)
+            for i in range(4):
+                w = 4 * block + i
+                lane.add_right(w, lane.right(w, sums, anchor[w % 2]), kf[i], result(y, i))
+
+    def half_left(self, base, place, lane, gc, M, L):
+        anchor, sums = self.anchor(gc, place, 32), place.view(gc)
+        for block in range(2):
+            words = range(4 * block, 4 * block + 4)
+            factors = [lane.left(w, sums, anchor[w % 2]) for w in words]
+            for first, x in ((0, lane.k), (2, lane.q)):
+                self.give(base, place, first + block, [scaled(x[w], factors[w % 4]) for w in words])
+        self.meet(place)
+        sums = place.view(gc)
+        for block in range(2):
+            a, y = accumulators(), accumulators()
+            for other in range(2):
+                m, l = (load_words(x, BLOCK * block, 4 + 2 * other) for x in (M, L))
+                k = self.take(base, place.warp ^ 8, place, other)
+                for n in range(2):
+                    step(a[n], k, m[2 * n : 2 * n + 2])
+                    step(y[n], k, l[2 * n : 2 * n + 2])
+            kf, qf = (self.take(base, place.warp, place, first + block) for first in (0, 2))
+            for i in range(4):
+                w = 4 * block + i
+                f = lane.left(w, sums, anchor[w % 2])
+                lane.add_left(w, f, kf[i], qf[i], result(a, i), result(y, i))
+
+    def slot(self, base, place, warp, index):
+        """The lane's four words, number `index` of four, of a warp's part of the tile `exchange`."""
+        tile = self.plan["exchange"]
+        pointer = cute.recast_ptr(tile.pointer(base), dtype=Int32)
+        offset = cute.assume(((4 * warp + index) * 32 + place.lane) * 4, divby=4)
+        return cute.make_tensor(pointer + offset, cute.make_layout(4))
+
+    def give(self, base, place, index, words):
+        four = cute.make_rmem_tensor((4,), Int32)
+        for w in range(4):
+            four[w] = words[w]
+        cute.autovec_copy(four, self.slot(base, place, place.warp, index))
+
+    def take(self, base, warp, place, index):
+        four = cute.make_rmem_tensor((4,), Int32)
+        cute.autovec_copy(self.slot(base, place, warp, index), four)
+        return [four[w] for w in range(4)]
+
+    def meet(self, place):
+        bar = NamedBar.HALVES + place.channels
+        cute.arch.barrier(barrier_id=bar, number_of_threads=64)
+
+    # ------------------------------------------------------------ levels 16 and 8
+    def other_block(self, place, lane, gc, M, L):
+        """Block 1 of the warp is left, block 0 right."""
+        anchor = self.anchor(gc, place, 32 * place.half + 16)
+        sums = place.view(gc, 1)
+        right_kf = [scaled(lane.k[w], lane.right(w, sums, anchor[w % 2])) for w in range(4)]
+        a, y = accumulators(), accumulators()
+        m, l = (load_words(x, BLOCK, 0) for x in (M, L))
+        for n in range(2):
+            step(a[n], right_kf, m[2 * n : 2 * n + 2])
+            step(y[n], right_kf, l[2 * n : 2 * n + 2])
+        sums = place.view(gc)
+        kf, qf = [], []
+        for w in range(4):
+            f = lane.left(4 + w, sums, anchor[w % 2])
+            kf.append(scaled(lane.k[4 + w], f))
+            qf.append(scaled(lane.q[4 + w], f))
+            lane.add_left(4 + w, f, kf[w], qf[w], result(a, w), result(y, w))
+        y = accumulators()
+        m, l = (load_words(x, 0, 2) for x in (M, L))
+        for n in range(2):
+            step(y[n], qf, m[2 * n : 2 * n + 2])
+            step(y[n], kf, l[2 * n : 2 * n + 2])
+        sums = place.view(gc, 1)
+        for w in range(4):
+            f = lane.right(w, sums, anchor[w % 2])
+            lane.add_right(w, f, right_kf[w], result(y, w))
+
+    def other_eight(self, place, lane, gc, block, m, l):
+        """Tokens 8 to 15 of a block are left, 0 to 7 right; m, l: words of the diagonal block, two
+        for each of its 8 rows.
+        """
+        anchor = self.anchor(gc, place, 32 * place.half + 16 * block + 8)
+        w0, sums = 4 * block, [place.view(gc, shift) for shift in range(2)]
+        f = [lane.right(w0 + w, sums[1], anchor[w]) for w in range(2)]
+        f += [lane.left(w0 + 2 + w, sums[0], anchor[w]) for w in range(2)]
+        kf = [scaled(lane.k[w0 + w], f[w]) for w in range(4)]
+        qf = [scaled(lane.q[w0 + 2 + w], f[2 + w]) for w in range(2)]
+        a, y = accumulators(), accumulators()
+        step(a[1], kf[:2], m[2:3])
+        step(y[1], kf[:2], l[2:3])
+        step(y[0], qf + kf[2:], [m[1], l[1]])
+        for w in range(2):
+            lane.add_right(w0 + w, f[w], kf[w], result(y, w))
+            lane.add_left(
+                w0 + 2 + w, f[2 + w], kf[2 + w], qf[w], result(a, 2 + w), result(y, 2 + w)
+            )
+
+    # ------------------------------------------------------------ levels 4 and 2
+    @cute.jit
+    def inside_eights(self, place: cutlass.Constexpr, lane: cutlass.Constexpr, gc, M, L):
+        """The two levels as a loop: code for one."""
+        for level in cutlass.range(2, unroll=1):
+            self.inside_eight(place, lane, gc, M, L, Int32(4) >> level)
+
+    def inside_eight(self, place, lane, gc, M, L, s):
+        """Lanes with bit s of their tokens set are left.  The words of a product count where the
+        tokens' highest differing bit is s; those of left lanes are 0 where they would meet their own
+        kind.
+        """
+        r, c = place.r, place.c
+        differ = ((2 * c) ^ r) & 6  # of the tokens of a word of M or L, but for bit 0
+        mask = select((differ >= s) & (differ < 2 * s), Int32(-1), Int32(0))
+        is_left = ((2 * c) & s) != 0
+        start = 32 * place.half + ((2 * c) & (8 - 2 * s)) + s
+        sums = place.view(gc, select(is_left, Int32(0), Int32(1)))
+        sign = select(is_left, Int32(0), Int32(-2147450880))  # both sign bits
+        for block in range(2):
+            m, l = (load_words(x, BLOCK * block, 2 * block) for x in (M, L))
+            for eight in range(2):
+                anchor = self.anchor(gc, place, start + 16 * block + 8 * eight)
+                w0 = 4 * block + 2 * eight
+                f = [lane.either(w0 + w, sums, anchor[w], is_left) for w in range(2)]
+                kf = [scaled(lane.k[w0 + w], f[w]) for w in range(2)]
+                qf = [select(is_left, scaled(lane.q[w0 + w], f[w]), Int32(0)) for w in range(2)]
+                right_kf = [select(is_left, Int32(0), x) for x in kf]
+                m0, l0 = (x[3 * eight] & mask for x in (m, l))
+                a, y = accumulators(), accumulators()
+                step(a[0], right_kf, [m0])
+                step(y[0], qf + kf, [m0, l0])
+                for w in range(2):
+                    lane.add_left(w0 + w, f[w], kf[w] ^ sign, qf[w], result(a, w), result(y, w))
+
+
+# ---------------------------------------------------------------- words
+def at_word(view, w):
+    """The first value of word w in a `Place.view`."""
+    return view[0, w % 2, w // 2 % 2, w // 4]
+
+
+@dsl_user_op
+def again(word, *, loc=None, ip=None):
+    """The word, as if new: what is made of it is made again and not kept, 32 registers at a time."""
+    out = llvm.inline_asm(
+        Int32.mlir_type,
+        [Int32(word).ir_value(loc=loc, ip=ip)],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(out)
+
+
+def unpack(word):
+    """The two fp32 values of a word of two bf16."""
+    return [from_bits(word << 16), from_bits(word & Int32(-65536))]
+
+
+def scaled(word, factors):
+    """A word's two values times two factors, rounded."""
+    values = [x * f for x, f in zip(unpack(again(word)), factors, strict=True)]
+    return cute.recast_tensor(packed_bf16(values), Int32)[0]
+
+
+def load_words(rows, row_step, chunk_step):
+    """The words of a 16 x 16 block of M or L: rows 0-7 and k 0-7, k 8-15, rows 8-15 likewise.  A
+    chunk_step of 4 leads to the other half of the tokens, from either.
+    """
+    loaded = cute.recast_tensor(rows.load(row_step, chunk_step), Int32)
+    return [loaded[w] for w in range(4)]
+
+
+# ---------------------------------------------------------------- products
+def accumulators():
+    """Zeroed accumulators of 16 channels by two times 8 tokens."""
+    out = []
+    for _ in range(2):
+        acc = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
+        acc.fill(0.0)
+        out.append(acc)
+    return out
+
+
+def result(acc, w):
+    """The two values at the positions of word w of a block."""
+    return [acc[w // 2][2 * (w % 2) + i] for i in range(2)]
+
+
+def step(acc, a, b):
+    """acc += A B of 8 tokens (two words of A, one of B) or of 16."""
+    k = 8 * len(b)
+    op = warp_ops.MmaF16BF16Op(BFloat16, Float32, (16, 8, k))
+    shape = ((2, 2, 2), 1, 1) if k == 16 else ((2, 2), 1, 1)
+    cute.gemm(cute.make_mma_atom(op), acc, operand(a, shape), operand(b, (shape[0][1:], 1, 1)), acc)
+
+
+def operand(words, shape):
+    fragment = cute.make_rmem_tensor((len(words),), Int32)
+    for i in range(len(words)):
+        fragment[i] = words[i]
+    pointer = cute.recast_tensor(fragment, BFloat16).iterator
+    return cute.make_tensor(pointer, cute.make_layout(shape))
