@@ -331,101 +331,76 @@ SQUARES = range(0, 64, 16)  # starts of blocks of 16, of 64 tokens
 def transition_accesses(plan: Plan) -> list[Access]:
     """What the 8 warps of transition access in one chunk of 64 tokens.
 
-    Left out: bulk copies, operands of wgmma, clearing L and mqk, lines that whole warps share, and
-    the predicated stores of the pairs inside a block.
+    Most of them see two columns a lane, and 16 tokens.  An ldmatrix for norms takes two matrices of k
+    and two of q; it counts here as half of one that takes four of k and half of one that takes four
+    of q.  Left out: bulk copies, operands of wgmma, clearing mqk, lines that whole warps share, and
+    the predicated stores of levels 4, 2 and 1.
     """
     accesses, adder = _collector(plan)
-    _gate(adder("gate", 8))
-    _rectangles(adder("pairs of blocks", 6))
-    for s in (8, 4, 2, 1):
-        _level(adder(f"level {s}", 4), s)
-    _tiles(adder("tiles", 4))
+    every = grid(range(64), (0, 64))
+    add = adder("gather", 8)
+    add("totals store", "totals", "sts64", neighbours(), 3, grid(range(12), (0, 64)))
+    rows = tuple((lane % 8, 8 * (lane // 8)) for lane in range(WARP))
+    for tile in ("k", "q"):
+        add(tile, tile, "lds32", neighbours(), 16, every)
+        add(
+            f"{tile} for norms", tile, "ldmatrix", rows, 4, grid(range(0, 64, 8), range(0, 128, 32))
+        )
+    add = adder("pairs", 8)
+    for tile in ("rows0", "rows1"):
+        # Three levels each, of 32 left rows of k, as many of q, and 32 right ones.
+        add(f"{tile} store", tile, "sts32", neighbours(), 3 * 24, grid(range(96), (0, 64)))
+    add = adder("pairs", 2)
+    for s in (32, 16, 8):
+        at = _squares(s)
+        add(f"level {s}, L store", "L", "sts64", pairs(), len(at) // 2, at)
+        add(f"level {s}, mqk store", "mqk", "sts32", pairs(), len(at) // 2, at)
+    add = adder("tiles", 8)
+    add("totals", "totals", "lds64", neighbours(), 4, grid(range(4), (0, 64)))
+    for tile in ("kd", "qd", "kr"):
+        add(f"{tile} store", tile, "sts32", neighbours(), 16, every)
     _inverse(adder)
     add = adder("publish", 8)
     add("X", "L", "lds128", quarters(16), 4, grid(range(0, 64, 8), range(0, 16, 4)))
     add("A store", "A", "sts128", quarters(16), 2, grid(range(0, 64, 8), HALVES))
     add = adder("product", 4)
-    for result, tile in (("w", "k"), ("u", "v")):
+    for result, tile in (("w", "kd"), ("u", "v")):
         add(f"{result} store", tile, "stmatrix", matrices(), 8, grid(SQUARES, range(0, 128, 16)))
     return accesses
 
 
-def _gate(add) -> None:
-    add("gc store", "gc", "sts64", neighbours(), 16, grid(range(64), (0, 64)))
-    add("totals store", "totals", "sts64", neighbours(), 1, grid(range(4), (0, 64)))
-    add("totals", "totals", "lds64", neighbours(), 4, grid(range(4), (0, 64)))
-    # The first of four pieces; the others differ by one XOR of all lanes.
-    piece = lambda part: 8 * (8 * (part // 2) + 4 * (part % 2) + part // 2 * 2)  # noqa: E731
-    coords = tuple((lane // 4, piece(lane % 4)) for lane in range(WARP))
-    for tile in ("k", "q"):
-        add(f"{tile} for norms", tile, "lds128", coords, 4, grid(range(0, 64, 8), (0,)))
+def _squares(s: int) -> tuple[Coord, ...]:
+    """Starts of the 8 x 8 blocks of a level's results, s at least 8."""
 
+    def token(p: int) -> int:
+        return (p & -s) << 1 | p & (s - 1)
 
-def _rectangles(add) -> None:
-    """Products of 16 left rows, 16 to 63, and 16 right rows, 0 to 47."""
-    blocks, left, right = range(0, 128, 16), range(16, 64, 8), range(0, 48, 8)
-    for tile in ("k", "q"):
-        add(f"{tile} as A", tile, "ldmatrix", matrices(), 8, grid(SQUARES[1:], blocks))
-    add("k as B", "k", "ldmatrix", matrices_across(), 8, grid(SQUARES[:3], blocks))
-    add("gc of left rows", "gc", "lds64", pairs(), 32, grid(left, WIDE))
-    add("gc of right rows", "gc", "lds64", pairs(), 32, grid(right, WIDE))
-    add("gc of the anchor", "gc", "lds64", per_column(), 16, grid(SQUARES[1:], WIDE))
-    stored = grid(left, tuple(c + i for c in right for i in (0, 1)))
-    add("L store", "L", "sts32", pairs(), 8, stored)
-    add("mqk store", "mqk", "sts16", pairs(), 8, stored)
-
-
-def _level(add, s: int) -> None:
-    """Pairs of a block of 16 whose highest differing bit is s: left rows have it, right ones not.
-
-    An ldmatrix of left rows takes two matrices of k and two of q; it counts here as half of one
-    that takes four of k and half of one that takes four of q.
-    """
-
-    def token(x: int) -> int:
-        return (x & -s) << 1 | x & (s - 1)
-
-    def rows(first) -> tuple[Coord, ...]:
-        return tuple((first(lane % 8), 8 * (lane // 8)) for lane in range(WARP))
-
-    def columns(first) -> tuple[Coord, ...]:
-        return tuple((first(lane // 4), 2 * (lane % 4)) for lane in range(WARP))
-
-    for tile in ("k", "q"):
-        coords = rows(lambda x: token(x) + s)
-        add(f"{tile} as A", tile, "ldmatrix", coords, 4, grid(SQUARES, range(0, 128, 32)))
-    add("k as B", "k", "ldmatrix", rows(token), 4, grid(SQUARES, range(0, 128, 32)))
-    for name, first in (
-        ("left rows", lambda x: token(x) + s),
-        ("right rows", token),
-        ("anchors", lambda x: ((x & -s) << 1) + s),
-    ):
-        add(f"gc of {name}", "gc", "lds64", columns(first), 16, grid(SQUARES, WIDE))
-
-
-def _tiles(add) -> None:
-    """kd over k, qd over q, and kr: a warp has 32 rows and 64 columns."""
-    every = grid(range(64), (0, 64))
-    add("gc", "gc", "lds64", neighbours(), 33, every)
-    for tile in ("k", "q"):
-        add(tile, tile, "lds32", neighbours(), 32, every)
-    for name, tile in (("kd", "k"), ("qd", "q"), ("kr", "kr")):
-        add(f"{name} store", tile, "sts32", neighbours(), 32, every)
+    lefts = range(0, 32, 8)
+    return tuple(
+        (token(left) + s, token(right))
+        for left in lefts
+        for right in lefts
+        if left // s == right // s
+    )
 
 
 def _inverse(adder) -> None:
-    """Blocks of 16 of L and X: on the diagonal, below it in pairs, in the corner of four."""
+    """Blocks of 16 of L and X: on the diagonal, below it in pairs, in the corner of four.
+
+    Loads of values that are known to be 0 are not there; the zeros above the diagonal are stored by
+    the two warps that have no block below it.
+    """
     blocks = grid(range(0, 64, 8), range(0, 64, 8))
     every = grid(tuple(r + i for r in range(0, 64, 8) for i in (0, 1)), range(0, 64, 8))
-    for name, warps, rows, columns in (
-        ("diagonal", 4, 1, 1),
-        ("below", 2, 1, 2),
-        ("corner", 4, 2, 6),
+    for name, warps, rows, columns, results in (
+        ("diagonal", 4, 2, 6, 4),
+        ("below", 2, 4, 2 * 8, 2 * 4),
+        ("corner", 4, 2 * 4, 6 * 8, 4),
     ):
         add = adder(f"inverse, {name}", warps)
-        add("L or X as A", "L", "lds64", pairs(), 4 * rows, blocks)
-        add("L or X as B, rows strided", "L", "lds32", strided(), 8 * columns, every)
-        add("X store", "L", "sts64", pairs(), 4, blocks)
+        add("L or X as A", "L", "lds64", pairs(), rows, blocks)
+        add("L or X as B, rows strided", "L", "lds32", strided(), columns, every)
+        add("X store", "L", "sts64", pairs(), results, blocks)
 
 
 def scan_accesses(plan: Plan) -> list[Access]:
