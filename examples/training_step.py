@@ -1,13 +1,17 @@
-"""One training step of a KDA layer, every gradient checked against autograd.
+"""One KDA training step, forward and backward, every result checked against autograd.
 
     python examples/training_step.py
-    python examples/training_step.py --precision bf16 --layout padded
+    python examples/training_step.py --no-compile --precision bf16 --layout padded
 
 Three packed sequences with initial and final states, safe gate, L2 norm and beta logits go through
-`prepare` (torch), `bwd_recurrence` (the kernel on a Hopper GPU, its torch reference elsewhere) and
-`finish` (torch).  The gradients are compared with float64 autograd of the token-by-token recurrence.
-Without a Hopper GPU the kernels can't run, but they compile: then all of them are compiled for
-sm_90a and held against their budgets.  Exit code 1 when a gradient or a budget misses.
+
+- `chunk_kda`, the training op: backend "kernels" on a Hopper GPU, "reference" elsewhere;
+- level 1: `prepare` (torch), `bwd_recurrence` (the kernel of --precision and --layout on a Hopper
+  GPU, its torch reference elsewhere) and `finish` (torch).
+
+Outputs and gradients are compared with float64 autograd of the token-by-token recurrence.  Without
+a Hopper GPU the kernels can't run, but they compile: then those of this step are compiled for
+sm_90a and held against their budgets.  Exit code 1 when a result or a budget misses.
 """
 
 import argparse
@@ -26,22 +30,37 @@ from kda_cute.layouts.plan import format_table
 LENGTHS = (1000, 17, 64)
 HEADS, DIM = 4, kda_cute.HEAD_DIM
 LOWER_BOUND = -5.0
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+LEVEL_1 = "bwd_recurrence"
+# What the configurations of kernels are for this step, in those of their fields that matter to it.
+# A scan has one or two consumer warpgroups; which ones depends on the GPU.
+STEP = {
+    **{"g": "bf16", "gate": "safe", "beta": "bf16", "varlen": True},
+    **{"initial": "f32", "final": True, "save": True, "state_grad": "f32"},
+}
 
-# Relative Frobenius errors, x 1e-3.  The workspace holds INV, Mqk and the states in bf16, so even an
-# exact recurrence over it is off from the oracle: WORKSPACE is twice the largest of those errors
-# over seeds 0 to 4.  The final state is carried in fp32 and never rounded; dA_log has four elements,
-# so its error varies from seed to seed and gets three times.  The kernel's own rounding comes on top: KERNEL is the most
+# Relative Frobenius errors, x 1e-3.  The kernels of chunk_kda multiply in bf16 and sum in fp32; they
+# get about twice what such roundings cost in a model of them.  The reference computes in float64, so
+# all of its error is that of rounding the results: at most 2 ** -9 in bf16.
+CHUNK_KDA = {
+    "kernels": {
+        **{"o": 10.0, "final_state": 8.0},
+        **{"dq": 8.0, "dk": 9.0, "dv": 10.0, "dg": 10.0, "dbeta": 14.0},
+        **{"dA_log": 20.0, "ddt_bias": 10.0, "dinitial_state": 8.0},
+    },
+    "reference": {
+        **dict.fromkeys(("o", "dq", "dk", "dv", "dg", "dbeta"), 2.0),
+        **dict.fromkeys(("final_state", "dA_log", "ddt_bias", "dinitial_state"), 0.001),
+    },
+}
+# Level 1.  The workspace holds INV, Mqk and the states in bf16, so even an exact recurrence over it
+# is off from the oracle: WORKSPACE is twice the largest of those errors over seeds 0 to 4.  The
+# final state is carried in fp32 and never rounded; dA_log has four elements, so its error varies
+# from seed to seed and gets three times.  The kernel's own rounding comes on top: KERNEL is the most
 # that tests/accuracy.py allows it, against a reference that is fed the same workspace.
 WORKSPACE = {
-    "final_state": 0.001,  # 0.0001 measured, and the GPU's order of summation
-    "dq": 3.0,  # 1.48
-    "dk": 1.5,  # 0.71
-    "dv": 0.5,  # 0.24
-    "dg": 4.0,  # 1.95
-    "dbeta": 1.2,  # 0.57
-    "dA_log": 10.5,  # 3.52
-    "ddt_bias": 4.0,  # 1.87
-    "dinitial_state": 0.07,  # 0.035
+    **{"final_state": 0.001, "dq": 3.0, "dk": 1.5, "dv": 0.5, "dg": 4.0, "dbeta": 1.2},
+    **{"dA_log": 10.5, "ddt_bias": 4.0, "dinitial_state": 0.07},
 }
 KERNEL = {"reference": 0.0, "tf32": 2.5, "bf16": 12.0}
 
@@ -97,57 +116,85 @@ def make_problem(seed: int, device: torch.device) -> Problem:
     )  # fmt: skip
 
 
-def training_step(p: Problem, kernel: bool, precision: str, layout: str):
-    """(final state, gradients of the inputs) by the three stages."""
+# ---------------------------------------------------------------- the step, three ways
+def chunk_kda_step(p: Problem, backend: str) -> dict[str, torch.Tensor]:
+    """o, the final state and the gradients of all inputs, by the training op."""
+    x = {name: getattr(p, name).detach().requires_grad_() for name in INPUTS}
+    o, state = kda_cute.chunk_kda(
+        *(x[name][None] for name in INPUTS[:5]),
+        initial_state=x["initial_state"],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        safe_gate=True,
+        lower_bound=LOWER_BOUND,
+        state_v_first=True,
+        cu_seqlens=p.cu_seqlens,
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        backend=backend,
+    )
+    grads = torch.autograd.grad((o, state), list(x.values()), (p.do[None], p.dfinal_state))
+    return _named(o[0], state, grads)
+
+
+def level_1_step(p: Problem, kernel: bool, precision: str, layout: str) -> dict[str, torch.Tensor]:
+    """The final state and the same gradients, by the three stages of level 1."""
     prepared = kda_cute.prepare(p.q, p.k, p.v, p.g, p.beta, **p.options())
     arguments = (p.do, p.v, p.beta, prepared.workspace, p.dfinal_state, p.cu_seqlens)
     if kernel:
         grads = kda_cute.bwd_recurrence(*arguments, precision=precision, layout=layout)
     else:
         grads = reference.bwd_recurrence(*arguments, dtype=torch.float32)
-    return prepared.final_state, kda_cute.finish(grads, prepared)
+    grads = kda_cute.finish(grads, prepared)
+    named = {f"d{name}": getattr(grads, f"d{name}") for name in INPUTS}
+    return {"final_state": prepared.final_state} | named
 
 
-def oracle(p: Problem) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(final state, {gradient: value}) of the token recurrence by autograd in float64."""
-    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-    x = {name: getattr(p, name).double().requires_grad_() for name in names}
-    options = p.options() | {name: x[name] for name in ("A_log", "dt_bias", "initial_state")}
-    o, state = reference.token_recurrence(*(x[name] for name in names[:5]), **options)
+def oracle(p: Problem) -> dict[str, torch.Tensor]:
+    """What `chunk_kda_step` returns, by float64 autograd of the token recurrence."""
+    x = {name: getattr(p, name).double().requires_grad_() for name in INPUTS}
+    options = p.options() | {name: x[name] for name in INPUTS[5:]}
+    o, state = reference.token_recurrence(*(x[name] for name in INPUTS[:5]), **options)
     loss = (o * p.do).sum() + (state * p.dfinal_state).sum()
-    grads = torch.autograd.grad(loss, list(x.values()))
-    return state.detach(), {f"d{name}": grad for name, grad in zip(x, grads, strict=True)}
+    return _named(o, state, torch.autograd.grad(loss, list(x.values())))
 
 
-def relative_error(x: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor | None) -> float:
-    """norm(x - expected) / norm(expected); for a sum that cancels, over the norm of its terms."""
-    if not torch.isfinite(x).all():
-        return math.nan
-    size = torch.linalg.vector_norm(expected)
-    if terms is not None:
-        size = torch.maximum(size, torch.linalg.vector_norm(terms))
-    return (torch.linalg.vector_norm(x.double() - expected) / size).item()
+def _named(o, state, grads) -> dict[str, torch.Tensor]:
+    results = {"o": o.detach(), "final_state": state.detach()}
+    return results | {f"d{name}": grad for name, grad in zip(INPUTS, grads, strict=True)}
 
 
-def compare(p: Problem, final_state, grads: kda_cute.Gradients, ran: str) -> tuple[str, bool]:
-    """The table of errors, and whether all are within tolerance."""
-    state, expected = oracle(p)
-    found = {"final_state": final_state} | {name: getattr(grads, name) for name in expected}
+# ---------------------------------------------------------------- comparison
+def compare(
+    p: Problem,
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    tolerances: dict[str, float],
+) -> tuple[str, bool]:
+    """The table of errors, and whether all are within tolerance.
+
+    An error is relative to the expected tensor's norm; for the two sums over tokens, which may
+    cancel, to that of their terms if it is larger.
+    """
+    dg = expected["dg"]
+    terms = {"ddt_bias": dg, "dA_log": dg * (p.g.double() + p.dt_bias)}
     rows, passed = [], True
-    for name, target in ({"final_state": state} | expected).items():
-        error = relative_error(found[name], target, getattr(grads, f"{name}_terms", None))
-        # The final state leaves `prepare` in fp32 and never meets the kernel.
-        tolerance = 1e-3 * (WORKSPACE[name] + (0.0 if name == "final_state" else KERNEL[ran]))
+    for name, tolerance in tolerances.items():
+        x, target = found[name], expected[name]
+        size = max(target.norm().item(), terms.get(name, target).norm().item())
+        finite = bool(torch.isfinite(x).all())
+        error = (x.double() - target).norm().item() / size if finite else math.nan
         good = error <= tolerance  # False for NaN
         passed &= good
         shape = "x".join(map(str, target.shape))
         rows.append((name, shape, f"{error:.2e}", f"{tolerance:.2e}", "ok" if good else "FAIL"))
-    head = ("tensor", "shape", "relative error", "tolerance", "")
-    return format_table(head, rows), passed
+    return format_table(("tensor", "shape", "relative error", "tolerance", ""), rows), passed
 
 
 def missing_gpu() -> str | None:
-    """Why the kernel can't run here, or None."""
+    """Why the kernels can't run here, or None."""
     if not torch.cuda.is_available():
         return "no Hopper GPU found"
     found = torch.cuda.get_device_capability()
@@ -155,51 +202,98 @@ def missing_gpu() -> str | None:
     return None if found == (9, 0) else f"{name} is not a Hopper GPU"
 
 
-def compile_all(precision: str | None, layout: str | None) -> bool:
-    """Compile the kernels for sm_90a; True when all keep their budgets."""
-    specs = report.select(precision and [precision], layout and [layout])
-    print(f"\nCompiling {len(specs)} kernel configurations for sm_90a, about 8 s each and core:")
+# ---------------------------------------------------------------- compiling without a GPU
+def step_specs(precision: str | None, layout: str | None) -> list:
+    """The configurations that this step runs on a GPU; of level 1 those of one precision or layout
+    where one is given.
+    """
+    others = [name for name in variants.kernels() if name != LEVEL_1]
+    specs = report.select(kernels=others)
+    specs += report.select(precision and [precision], layout and [layout], [LEVEL_1])
+    return [
+        spec
+        for spec in specs
+        if all(getattr(spec.config, name, value) == value for name, value in STEP.items())
+    ]
+
+
+def compile_kernels(specs: list) -> bool:
+    """Compile kernels for sm_90a and print what came of it; True when all keep their budgets."""
     kernels = report.measure_all(specs)
+    rows = []
+    for name in dict.fromkeys(k.kernel for k in kernels):
+        own = [k for k in kernels if k.kernel == name]
+        registers, shared = max(k.registers for k in own), max(k.shared for k in own)
+        kept = sum(not k.broken() for k in own)
+        rows.append((name, str(len(own)), str(registers), f"{shared:,}", f"{kept} kept"))
+    head = ("kernel", "configurations", "registers to", "shared bytes to", "budgets")
+    print(format_table(head, rows))
     bad = [k for k in kernels if k.broken()]
     for k in bad:
-        print(f"FAIL {report.label(k.config)}: {'; '.join(k.broken())}")
-    print(f"{len(kernels) - len(bad)} of {len(kernels)} kernels compiled within budget")
+        print(f"FAIL {k.kernel} {report.label(k.config)}: {'; '.join(k.broken())}")
+    print(f"\n{len(kernels) - len(bad)} of {len(kernels)} compiled within budget")
     return not bad
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    family = "bwd_recurrence"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--precision", choices=variants.precisions(family), help="default tf32")
-    parser.add_argument("--layout", choices=variants.names(family), help="default default")
+    level_1 = parser.add_argument_group("level 1")
+    level_1.add_argument("--precision", choices=variants.precisions(LEVEL_1), help="default tf32")
+    level_1.add_argument("--layout", choices=variants.names(LEVEL_1), help="default default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-compile", action="store_true", help="without a GPU: skip compiling")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--compile",
+        choices=("step", "all", "none"),
+        help="for sm_90a: the configurations of this step (default without a GPU), or all",
+    )
+    parser.add_argument("--no-compile", dest="compile", action="store_const", const="none")
+    args = parser.parse_args(argv)
     precision, layout = args.precision or "tf32", args.layout or "default"
 
     missing = missing_gpu()
     device = torch.device("cpu" if missing else "cuda")
     where = "CPU" if missing else torch.cuda.get_device_name()
+    backend, ran, why = "kernels", precision, ""
+    stage = f"kernel, {precision}, layout {layout}, on {where}"
     if missing:
-        stage, ran = f"reference (torch, CPU): {missing}", "reference"
-    else:
-        stage, ran = f"kernel kda_cute {precision}, layout {layout}, on {where}", precision
+        backend = ran = "reference"
+        why, stage = f" ({missing})", f"reference, torch on {where}"
 
     started = time.perf_counter()
     p = make_problem(args.seed, device)
-    final_state, grads = training_step(p, missing is None, precision, layout)
-    table, passed = compare(p, final_state, grads, ran)
-    print(
-        f"KDA, sequences of {', '.join(map(str, LENGTHS))} tokens, {HEADS} heads, seed {args.seed}"
-    )
-    print(f"prepare, finish: torch on {where}")
-    print(f"bwd_recurrence: {stage}")
-    print(f"expected: float64 autograd of the token recurrence, torch on {where}\n")
+    lengths = ", ".join(map(str, LENGTHS))
+    print(f"KDA, sequences of {lengths} tokens, {HEADS} heads, seed {args.seed}")
+    print(f"expected: float64 autograd of the token recurrence, torch on {where}")
+    expected = oracle(p)
+
+    print(f"\nchunk_kda, forward and backward: backend {backend} on {where}{why}\n")
+    tolerances = {name: 1e-3 * x for name, x in CHUNK_KDA[backend].items()}
+    table, passed = compare(p, chunk_kda_step(p, backend), expected, tolerances)
+    print(table)
+
+    print(f"\nlevel 1: prepare, finish: torch on {where}\n{LEVEL_1}: {stage}{why}\n")
+    # The final state leaves `prepare` in fp32 and never meets the kernel.
+    by_kernel = dict.fromkeys(WORKSPACE, KERNEL[ran]) | {"final_state": 0.0}
+    tolerances = {name: 1e-3 * (x + by_kernel[name]) for name, x in WORKSPACE.items()}
+    found = level_1_step(p, missing is None, precision, layout)
+    table, good = compare(p, found, expected, tolerances)
+    passed &= good
     print(table)
     print(f"\n{'ok' if passed else 'FAIL'}, {time.perf_counter() - started:.1f} s", flush=True)
-    if missing and not args.no_compile:
-        passed &= compile_all(args.precision, args.layout)
+
+    wanted = args.compile or ("step" if missing else "none")
+    if wanted != "none":
+        everything = report.all_specs()
+        specs = everything if wanted == "all" else step_specs(args.precision, args.layout)
+        print(
+            f"\nCompiling {len(specs)} of {len(everything)} kernel configurations for sm_90a",
+            end="",
+        )
+        if wanted == "step":
+            print(", those of this step; the tests and --compile all take all", end="")
+        print(".  Those that the cache lacks take 4 to 12 s each and core.\n", flush=True)
+        passed &= compile_kernels(specs)
     return 0 if passed else 1
 
 

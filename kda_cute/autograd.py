@@ -39,8 +39,8 @@ class _ChunkKDA(torch.autograd.Function):
     def forward(ctx, *arguments):
         out = _forward(*arguments)
         visible = 1 + Problem(*arguments[:-1]).output_final_state
-        states = out[visible] if len(out) > visible else None
-        ctx.save_for_backward(*arguments[:_TENSORS], states)
+        states, U = out[visible:] or (None, None)
+        ctx.save_for_backward(*arguments[:_TENSORS], states, U)
         ctx.flags = arguments[_TENSORS:]
         ctx.wanted = list(ctx.needs_input_grad[: chunk_ops.DIFFERENTIABLE])
         ctx.set_materialize_grads(False)
@@ -48,8 +48,8 @@ class _ChunkKDA(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dfinal_state=None):
-        *tensors, states = ctx.saved_tensors
-        arguments = (do, dfinal_state, states, ctx.wanted, *tensors, *ctx.flags)
+        *tensors, states, U = ctx.saved_tensors
+        arguments = (do, dfinal_state, states, U, ctx.wanted, *tensors, *ctx.flags)
         # With create_graph, results that carry an error for whoever differentiates them.
         run = _Gradients.apply if torch.is_grad_enabled() else _backward
         grads = iter(run(*arguments))

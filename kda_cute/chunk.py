@@ -96,7 +96,7 @@ def chunk_kda(
                                 old name
     backend                     "kernels" needs a Hopper GPU (compute capability 9.0); "reference"
                                 computes in float64 with torch, slowly, anywhere
-    save_states                 keep the state of every chunk for the backward (see below)
+    save_states                 keep every chunk's state and U for the backward (see below)
     chunk_size (32, 64), use_graph, disable_recompute   accepted, and change no result: chunks have
                                 64 tokens, graphs always work
 
@@ -107,10 +107,11 @@ def chunk_kda(
 
     Gradients, in the dtypes of the inputs, reach q, k, v, g, beta, A_log, dt_bias and
     initial_state; they can't be differentiated again. Saved for them are the inputs as they were
-    passed (no copies), and by backend "kernels" the state entering each chunk in bf16: 512 bytes
-    per token and head, 0 with save_states=False; nothing under no_grad. Until the backward has its
-    own kernels it runs the reference from the inputs alone, warns once, and can't be captured in a
-    CUDA graph.
+    passed (no copies), and by backend "kernels" 768 bytes per token and head in bf16: the state
+    entering each chunk (512) and U, what the chunk's tokens write into it (256). With
+    save_states=False these are 0 bytes, and the backward runs the forward's stages again; gradients
+    have the same bits either way. Nothing is saved under no_grad. The backward has its own kernels,
+    and works in CUDA graphs as the forward does.
 
     Raises TypeError (types, dtypes) or ValueError (shapes, devices, values, what isn't served)
     whose message starts with the argument's name, before any launch.

@@ -7,13 +7,12 @@ autograd of their own (autograd.py does). Both backends run on every device that
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import torch
 
 from . import reference
-from .factors import HEAD_DIM, slot_count
+from .factors import CHUNK, HEAD_DIM, slot_count
 from .ops import library
 from .problem import Problem
 
@@ -26,7 +25,7 @@ _PROBLEM = (
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 library.define(f"chunk_kda_fwd({_PROBLEM}) -> Tensor[]", tags=_TAGS)
 library.define(
-    f"chunk_kda_bwd(Tensor? do, Tensor? dfinal_state, Tensor? states, bool[] wanted, {_PROBLEM})"
+    f"chunk_kda_bwd(Tensor? do, Tensor? dfinal_state, Tensor? states, Tensor? U, bool[] wanted, {_PROBLEM})"
     " -> Tensor[]",
     tags=_TAGS,
 )
@@ -36,23 +35,24 @@ _PLAIN_DISPATCH = (
     torch._C._dispatch_tls_local_include_set(),
     torch._C._dispatch_tls_local_exclude_set(),
 )
-_warned = False
 
 
-def chunk_states_shape(p: Problem) -> tuple[int, ...]:
-    """Shape of the saved states, one per chunk slot of factors.py."""
+def saved_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the saved states and of U, one per chunk slot of factors.py."""
     B, T, H, _ = p.q.shape
     slots = slot_count(B * T, p.num_seqs, p.cu_seqlens is not None)
-    return (slots, H, HEAD_DIM, HEAD_DIM)
+    return (slots, H, HEAD_DIM, HEAD_DIM), (slots, H, CHUNK, HEAD_DIM)
 
 
 def _outputs(p: Problem, backend: str) -> list[torch.Tensor]:
-    """Uninitialised o, then the final state and the chunks' states where they were asked for."""
+    """Uninitialised o, then the final state, and the chunks' states and U, where they were asked
+    for.
+    """
     out = [p.v.new_empty(p.v.shape)]
     if p.output_final_state:
         out.append(p.v.new_empty(p.state_shape(), dtype=torch.float32))
     if p.save_states and backend == "kernels":
-        out.append(p.v.new_empty(chunk_states_shape(p), dtype=torch.bfloat16))
+        out += [p.v.new_empty(shape, dtype=torch.bfloat16) for shape in saved_shapes(p)]
     return out
 
 
@@ -81,11 +81,23 @@ def _forward_fake(*arguments) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- backward
-def _backward(do, dfinal_state, states, wanted, *arguments) -> list[torch.Tensor]:
+def _backward(do, dfinal_state, states, U, wanted, *arguments) -> list[torch.Tensor]:
     p, backend = Problem(*arguments[:-1]), arguments[-1]
-    _not_captured(p, "the backward, which runs the reference,")
     if backend == "kernels":
-        _warn_once()
+        grads = _backward_kernels()(
+            p,
+            do,
+            dfinal_state,
+            None if states is None else (states, U),
+            parameters=any(wanted[5:7]),
+            initial_state=wanted[7],
+        )
+        return [
+            dx.to(x.dtype)
+            for x, dx, want in zip(p[:DIFFERENTIABLE], grads, wanted, strict=True)
+            if want
+        ]
+    _not_captured(p, "the backward of backend='reference'")
     leaves = [
         x if x is None else x.detach().requires_grad_(want)
         for x, want in zip(p[:DIFFERENTIABLE], wanted, strict=True)
@@ -97,6 +109,13 @@ def _backward(do, dfinal_state, states, wanted, *arguments) -> list[torch.Tensor
             raise RuntimeError("chunk_kda: the backward needs autograd, which is off here")
         results = reference.chunk_kda(Problem(*leaves, *p[DIFFERENTIABLE:]))
         return _gradients(results, (do, dfinal_state), targets)
+
+
+@functools.cache
+def _backward_kernels() -> Callable[..., tuple]:
+    from .backward import chunk_kda_bwd
+
+    return chunk_kda_bwd
 
 
 def _gradients(results, upstream, targets) -> list[torch.Tensor]:
@@ -114,20 +133,9 @@ def _gradients(results, upstream, targets) -> list[torch.Tensor]:
     return [x.contiguous() for x in grads]
 
 
-def _backward_fake(do, dfinal_state, states, wanted, *arguments) -> list[torch.Tensor]:
+def _backward_fake(do, dfinal_state, states, U, wanted, *arguments) -> list[torch.Tensor]:
     tensors = zip(arguments[:DIFFERENTIABLE], wanted, strict=True)
     return [x.new_empty(x.shape) for x, want in tensors if want]
-
-
-def _warn_once():
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            "kda_cute.chunk_kda: the backward has no kernels yet and runs the float64 reference,"
-            " which is slow",
-            stacklevel=2,
-        )
 
 
 def _not_captured(p: Problem, what: str):

@@ -11,6 +11,9 @@ and then, S the state on entering the chunk,
 
     U = u - w S        o = qd S + mqk U + diag(qk) U        S' = exp(gT) S + kr^T U
 
+The backward pass takes A = INV diag(b) in place of u (`BackwardFactors`).  There, in L, A and w, a token
+whose b is exactly 0 has 2^-60 instead.
+
 A sequence owns ceil(len / 64) consecutive slots, the first one number cu_seqlens[n] // 64 + n
 (`first_slot`): slots of different sequences never meet, whatever the lengths, and nobody has to sum
 up the sequences before. Dense batches number theirs without gaps. Slots that no chunk owns are
@@ -38,6 +41,22 @@ class Factors(NamedTuple):
     kr: torch.Tensor
     qd: torch.Tensor
     u: torch.Tensor
+    mqk: torch.Tensor
+    qk: torch.Tensor
+    eg: torch.Tensor
+
+
+class BackwardFactors(NamedTuple):
+    """What the transition leaves for the backward pass: A in place of u.
+
+    A             [slots, H, 64, 64]  bf16   INV diag(b'), b' = b, or 2^-60 where b is 0, so that
+                                             dividing by b' is exact
+    """
+
+    w: torch.Tensor
+    kr: torch.Tensor
+    qd: torch.Tensor
+    A: torch.Tensor
     mqk: torch.Tensor
     qk: torch.Tensor
     eg: torch.Tensor

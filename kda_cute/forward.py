@@ -4,7 +4,8 @@
     scan        (factors, S_0)       -> o, S_T, states per chunk    CTAs walk the chunks of a (sequence, head)
 
 Bytes of the factors, freed when the scan has run: 1,164 per token and head (w, kr, qd, u 256 each,
-mqk 128, qk 4, eg 8).  States, kept for a backward pass: 512.
+mqk 128, qk 4, eg 8).  Kept for a backward pass: 512 for
+states, 256 for U.
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from . import compile as kernel_compile
-from .factors import CHUNK, HEAD_DIM, Factors, slot_count
+from .factors import CHUNK, HEAD_DIM, BackwardFactors, Factors, slot_count
 from .problem import Problem
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", None: "none"}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", None: "none"}
 GATES = ("log", "safe", "softplus")
 
 
 # ---------------------------------------------------------------- kernels
-def transition_spec(g: str, gate: str, beta: str, varlen: bool) -> kernel_compile.KernelSpec:
+def transition_spec(
+    g: str, gate: str, beta: str, varlen: bool, *, backward: bool = False
+) -> kernel_compile.KernelSpec:
     """The compile spec of one configuration of the transition."""
     from .kernels import transition
 
-    config = transition.Config(g, gate, beta, varlen)
+    config = transition.Config(g, gate, beta, varlen, backward=backward)
     trace = functools.partial(transition.trace, config)
     return kernel_compile.KernelSpec("transition", config, trace)
 
@@ -52,7 +56,8 @@ def forward_specs() -> list[kernel_compile.KernelSpec]:
     ]
 
 
-def _load(spec: kernel_compile.KernelSpec) -> Callable:
+def load(spec: kernel_compile.KernelSpec) -> Callable:
+    """The compiled kernel; RuntimeError where loading would break a capture."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"chunk_kda is captured before its kernel {spec.name} was loaded ({spec.config}): call "
@@ -62,13 +67,13 @@ def _load(spec: kernel_compile.KernelSpec) -> Callable:
 
 
 @functools.cache
-def _transition(g, gate, beta, varlen) -> Callable:
-    return _load(transition_spec(_NAMES[g], gate, _NAMES[beta], varlen))
+def _transition(g, gate, beta, varlen, backward) -> Callable:
+    return load(transition_spec(NAMES[g], gate, NAMES[beta], varlen, backward=backward))
 
 
 @functools.cache
 def _scan(groups, varlen, initial, final, save) -> Callable:
-    return _load(scan_spec(groups, varlen, _NAMES[initial], final, save))
+    return load(scan_spec(groups, varlen, NAMES[initial], final, save))
 
 
 @functools.cache
@@ -91,11 +96,23 @@ def _zeros(device: torch.device, *shape: int) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- stages
-def chunk_kda_fwd(
-    problem: Problem,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """o [B, T, H, 128] bf16, the final state fp32 in the problem's layout or None, and the states
-    [slots, H, 128 (V), 128 (K)] bf16 on entering each chunk, or None, see `factors`.
+class Results(NamedTuple):
+    """What the forward leaves.
+
+    o            [B, T, H, 128] bf16
+    final_state  [N, H, 128, 128] fp32 in the problem's layout, or None
+    states       [slots, H, 128 (V), 128 (K)] bf16 on entering each chunk, or None, see `factors`
+    U            [slots, H, 64, 128 (V)] bf16, or None
+    """
+
+    o: torch.Tensor
+    final_state: torch.Tensor | None
+    states: torch.Tensor | None
+    U: torch.Tensor | None
+
+
+def chunk_kda_fwd(problem: Problem) -> Results:
+    """Run the stages.
 
     Launches on torch's current stream of the inputs' device; no host synchronisation.
     """
@@ -106,7 +123,7 @@ def chunk_kda_fwd(
         return run(problem.for_kernels())
 
 
-def run(p: Problem, scan: Callable | None = None):
+def run(p: Problem, scan: Callable | None = None) -> Results:
     """The stages; `scan` stands for the kernel that the problem asks for."""
     B, T, H, D = p.q.shape
     N = p.num_seqs
@@ -115,16 +132,18 @@ def run(p: Problem, scan: Callable | None = None):
     if p.output_final_state:
         final = o.new_empty(p.state_shape(), dtype=torch.float32)
     slots = slot_count(B * T, N, p.cu_seqlens is not None)
-    states = o.new_empty(slots, H, D, D) if p.save_states else None
+    states = U = None
+    if p.save_states:
+        states, U = o.new_empty(slots, H, D, D), o.new_empty(slots, H, CHUNK, D)
     if o.numel() == 0 or slots == 0:
         if final is not None:
             final.zero_() if p.initial_state is None else final.copy_(p.initial_state)
-        return o, final, states
+        return Results(o, final, states, U)
 
     factors = make_factors(p, slots)
     initial, v_first = p.initial_state, p.state_v_first
     scan = scan or _scan(
-        1 if 2 * N * H <= _multiprocessors(o.device) else 2,
+        groups(p),
         p.cu_seqlens is not None,
         None if initial is None else initial.dtype,
         final is not None,
@@ -136,33 +155,46 @@ def run(p: Problem, scan: Callable | None = None):
         low_words(p.cu_seqlens),
         o,
         states,
-        None if states is None else o.new_empty(slots, H, CHUNK, D),  # U
+        U,
         final if final is None or v_first else final.mT,
     )
-    return o, final, states
+    return Results(o, final, states, U)
 
 
-def make_factors(p: Problem, slots: int) -> Factors:
+def make_factors(p: Problem, slots: int, backward: bool = False) -> Factors | BackwardFactors:
     """The factors of every chunk, by the transition kernel."""
-    H = p.q.shape[2]
-    q = p.q
-    A_log, dt_bias = p.A_log, p.dt_bias
-    if p.gate != "log":
-        A_log = _zeros(q.device, H) if A_log is None else A_log
-        dt_bias = _zeros(q.device, H, HEAD_DIM) if dt_bias is None else dt_bias
-    wide = (slots, H, CHUNK, HEAD_DIM)
-    factors = Factors(
-        *(q.new_empty(wide) for _ in range(4)),
-        q.new_empty(slots, H, CHUNK, CHUNK),
+    q, H = p.q, p.q.shape[2]
+    wide, square = (slots, H, CHUNK, HEAD_DIM), (slots, H, CHUNK, CHUNK)
+    fourth = square if backward else wide  # A or u
+    factors = (
+        *(q.new_empty(shape) for shape in (wide, wide, wide, fourth, square)),
         q.new_empty(slots, H, CHUNK, dtype=torch.float32),
         q.new_empty(slots, H, HEAD_DIM, dtype=torch.float32),
     )
-    kernel = _transition(p.g.dtype, p.gate, p.beta.dtype, p.cu_seqlens is not None)
+    packed = p.cu_seqlens is not None
+    kernel = _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
-        q, p.k, p.v, p.g, p.beta, A_log, dt_bias, low_words(p.cu_seqlens), *factors,
+        q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),
+        low_words(p.cu_seqlens), *factors,
         p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip
-    return factors
+    return (BackwardFactors if backward else Factors)(*factors)
+
+
+def groups(p: Problem) -> int:
+    """Consumer warpgroups of a scan's CTA: with few heads, two CTAs share a (sequence, head)."""
+    return 1 if 2 * p.num_seqs * p.q.shape[2] <= _multiprocessors(p.q.device) else 2
+
+
+def gate_parameters(p: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A_log and dt_bias; zeros for those that are not given, None where there is no gate."""
+    if p.gate == "log":
+        return None, None
+    device, H = p.q.device, p.q.shape[2]
+    return (
+        _zeros(device, H) if p.A_log is None else p.A_log,
+        _zeros(device, H, HEAD_DIM) if p.dt_bias is None else p.dt_bias,
+    )
 
 
 def low_words(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:

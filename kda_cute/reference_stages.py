@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from .factors import CHUNK, HEAD_DIM, Factors
+from .factors import CHUNK, HEAD_DIM, Factors, slot_count
+from .gates import gate as gate_forward
+from .gates import gate_backward, l2norm, l2norm_backward
 
 
 class Scanned(NamedTuple):
@@ -107,3 +109,212 @@ def _walks(B: int, T: int, cu_seqlens: torch.Tensor | None) -> list[tuple[int, i
     bounds = cu_seqlens.tolist()
     pairs = zip(bounds, bounds[1:], strict=False)
     return [(0, first, last, first // CHUNK + n) for n, (first, last) in enumerate(pairs)]
+
+
+# ---------------------------------------------------------------- backward
+NO_BETA = 2.0**-60  # in place of a b of 0, so that dividing by it is exact
+
+
+class Inputs(NamedTuple):
+    """A call of `chunk_kda` in the dtype of the oracle: q, k, do, g [B, T, H, 128], beta [B, T, H],
+    A_log [H] and dt_bias [H, 128] or None, cu_seqlens [N + 1] or None, and its options.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    do: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    gate: str = "log"
+    scale: float = HEAD_DIM**-0.5
+    lower_bound: float = -5.0
+    beta_scale: float = 1.0
+    l2norm: bool = True
+    beta_sigmoid: bool = True
+
+    def double(self) -> "Inputs":
+        """The same in float64."""
+        tensors = (x if x is None else x.double() for x in self[:7])
+        return Inputs(*tensors, *self[7:])
+
+    @property
+    def slots(self) -> int:
+        B, T = self.q.shape[:2]
+        packed = self.cu_seqlens is not None
+        return slot_count(B * T, len(self.cu_seqlens) - 1 if packed else B, packed)
+
+    def walks(self) -> list[tuple[int, int, int, int]]:
+        """(batch row, first token, end, first slot) of every sequence."""
+        B, T = self.q.shape[:2]
+        if self.cu_seqlens is None:
+            chunks = -(-T // CHUNK)
+            return [(n, 0, T, n * chunks) for n in range(B)]
+        bounds = self.cu_seqlens.tolist()
+        return [
+            (0, first, last, first // CHUNK + n)
+            for n, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
+        ]
+
+    def chunk(self, batch: int, token: int, end: int) -> "Activated":
+        """A chunk's tokens after activation, [H, rows, ..]."""
+        rows = slice(token, min(token + CHUNK, end))
+        q, k, do, g, beta = (x[batch, rows].transpose(0, 1) for x in self[:5])
+        b = self.beta_scale * (beta.sigmoid() if self.beta_sigmoid else beta)
+        parameters = (x if x is None else x[:, None] for x in (self.A_log, self.dt_bias))
+        g = gate_forward(g, *parameters, self.lower_bound, self.gate)
+        if self.l2norm:
+            q, k = l2norm(q), l2norm(k)
+        return Activated(q, k, do, g.cumsum(1), b)
+
+
+class Activated(NamedTuple):
+    """Normalised q and k, do, running sums of the gate [H, rows, 128], and b [H, rows]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    do: torch.Tensor
+    gc: torch.Tensor
+    b: torch.Tensor
+
+    def pairs(self) -> torch.Tensor:
+        """exp(gc_i - gc_j) for i >= j, 0 otherwise [H, rows, rows, 128]."""
+        n = self.gc.shape[1]
+        later = torch.ones(n, n, dtype=torch.bool, device=self.gc.device).triu(1)
+        exponent = self.gc[:, :, None] - self.gc[:, None]
+        return exponent.masked_fill(later[..., None], -torch.inf).exp()
+
+
+class ChunkTensors(NamedTuple):
+    """What the backward's other stages leave for `gradients`, 0 in rows that no token has and NaN
+    in slots that no chunk owns.
+
+    S, dS  [slots, H, 128 (V), 128 (K)]   state on entering a chunk, gradient of that on leaving it
+    U, dU  [slots, H, 64, 128]
+    A      [slots, H, 64, 64]             INV diag(b'), b' = b, or 2^-60 where b is 0
+    """
+
+    S: torch.Tensor
+    dS: torch.Tensor
+    U: torch.Tensor
+    dU: torch.Tensor
+    A: torch.Tensor
+
+
+def chunk_tensors(
+    x: Inputs, v: torch.Tensor, initial: torch.Tensor, dfinal: torch.Tensor
+) -> tuple[ChunkTensors, torch.Tensor]:
+    """The forward and the reverse scan, and dinitial.  v as q; initial, dfinal [N, H, V, K]."""
+    x, v = x.double(), v.double()
+    H, D = v.shape[2:]
+    fill = lambda *shape: v.new_full((x.slots, H, *shape), torch.nan)  # noqa: E731
+    out = ChunkTensors(fill(D, D), fill(D, D), fill(CHUNK, D), fill(CHUNK, D), fill(CHUNK, CHUNK))
+    dinitial = dfinal.double().clone()
+    for n, (batch, first, end, slot) in enumerate(x.walks()):
+        S, chunks = initial[n].double(), []
+        for i, token in enumerate(range(first, end, CHUNK)):
+            c = x.chunk(batch, token, end)
+            rows, at = c.b.shape[1], slot + i
+            b = torch.where(c.b == 0, NO_BETA, c.b)
+            decay = c.pairs()
+            products = torch.einsum("hik,hjk,hijk->hij", c.k, c.k, decay).tril(-1)
+            eye = torch.eye(rows, dtype=v.dtype, device=v.device)
+            A = torch.linalg.solve_triangular(
+                b[..., None] * products, eye.expand_as(products), upper=False, unitriangular=True
+            )
+            A = A * b[:, None]
+            U = A @ (v[batch, token : token + rows].transpose(0, 1) - (c.k * c.gc.exp()) @ S.mT)
+            for tile, value in ((out.U, U), (out.A, A), (out.dU, None)):
+                tile[at] = 0
+                if value is not None:
+                    tile[at, :, :rows, : value.shape[-1]] = value
+            out.S[at] = S
+            kr = c.k * (c.gc[:, -1:] - c.gc).exp()
+            S = S * c.gc[:, -1:].exp() + U.mT @ kr
+            chunks.append((at, rows, c, kr, A))
+        dS = dinitial[n]
+        for at, rows, c, kr, A in reversed(chunks):
+            out.dS[at] = dS
+            mqk = x.scale * torch.einsum("hik,hjk,hijk->hij", c.q, c.k, c.pairs())
+            dU = mqk.mT @ c.do + kr @ dS.mT
+            out.dU[at, :, :rows] = dU
+            start = c.gc.exp()
+            back = c.do.mT @ (x.scale * c.q * start) - (A.mT @ dU).mT @ (c.k * start)
+            dS = dS * c.gc[:, -1:].exp() + back
+        dinitial[n] = dS
+    return out, dinitial
+
+
+class Gradients(NamedTuple):
+    """What `gradients` writes: [B, T, H, ..] as the inputs, NaN for tokens of no sequence; partial
+    sums of ddt_bias [slots, H, 128] and dA_log [slots, H], 0 for slots without a chunk, None for gate
+    "log".
+    """
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dg: torch.Tensor
+    dbeta: torch.Tensor
+    dA_part: torch.Tensor | None
+    ddt_part: torch.Tensor | None
+
+
+def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
+    """Gradients of the inputs, chunk by chunk, from states and their gradients."""
+    x, tensors = x.double(), ChunkTensors(*(t.double() for t in tensors))
+    H, D = x.q.shape[2:]
+    fill = lambda like: torch.full_like(like, torch.nan)  # noqa: E731
+    with_parameters = x.gate != "log"
+    out = Gradients(
+        *(fill(t) for t in (x.q, x.k, x.q, x.g, x.beta)),
+        x.q.new_zeros(x.slots, H) if with_parameters else None,
+        x.q.new_zeros(x.slots, H, D) if with_parameters else None,
+    )
+    for batch, first, end, slot in x.walks():
+        for i, token in enumerate(range(first, end, CHUNK)):
+            rows = slice(token, min(token + CHUNK, end))
+            c, at = x.chunk(batch, token, end), slot + i
+            dq, dk, dv, dg, db = _chunk_gradients(x.scale, c, *(t[at] for t in tensors))
+            q, k, _, g, _ = (t[batch, rows].transpose(0, 1) for t in x[:5])
+            if x.l2norm:
+                dq, dk = l2norm_backward(dq, q), l2norm_backward(dk, k)
+            parameters = (p if p is None else p[:, None] for p in (x.A_log, x.dt_bias))
+            dg, dA = gate_backward(dg, g, *parameters, x.lower_bound, x.gate)
+            db = db * (c.b * (1 - c.b / x.beta_scale) if x.beta_sigmoid else x.beta_scale)
+            for to, value in zip(out[:5], (dq, dk, dv, dg, db), strict=True):
+                to[batch, rows] = value.transpose(0, 1)
+            if with_parameters:
+                out.dA_part[at] = dA.sum((1, 2))
+                out.ddt_part[at] = dg.sum(1)
+    return out
+
+
+def _chunk_gradients(scale, c: Activated, S, dS, U, dU, A):
+    """(dqn, dkn, dv, d of the log-space gate [H, rows, 128], db [H, rows])."""
+    rows = c.b.shape[1]
+    U, dU, A = U[:, :rows], dU[:, :rows], A[:, :rows, :rows]
+    b = torch.where(c.b == 0, NO_BETA, c.b)[..., None]
+    dv = A.mT @ dU
+    db = ((dv / b) * (U / b)).sum(-1)
+    start, end, eg = c.gc.exp(), (c.gc[:, -1:] - c.gc).exp(), c.gc[:, -1].exp()
+    dqn, dkn, dkr = scale * start * (c.do @ S), -start * (dv @ S), end * (U @ dS)
+    dgc = c.q * dqn + c.k * dkn
+
+    decay = c.pairs()
+    dM, dL = scale * (c.do @ U.mT), -(dv @ U.mT).tril(-1)
+    strict = dM.tril(-1)
+    rows_q = torch.einsum("hij,hijk,hjk->hik", strict, decay, c.k)
+    rows_k = torch.einsum("hij,hijk,hjk->hik", dL, decay, c.k)
+    columns = torch.einsum("hij,hijk,hik->hjk", strict, decay, c.q)
+    columns = columns + torch.einsum("hij,hijk,hik->hjk", dL, decay, c.k)
+    same = torch.diagonal(dM, dim1=1, dim2=2)[..., None]
+    dgc = dgc + c.q * rows_q + c.k * rows_k - c.k * columns
+
+    moved = c.k * dkr
+    dg = dgc.flip(1).cumsum(1).flip(1) + (moved.cumsum(1) - moved)
+    dg = dg + (eg * (dS * S).sum(1))[:, None]
+    dv = torch.where(c.b[..., None] == 0, 0.0, dv)
+    return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dv, dg, db

@@ -5,7 +5,7 @@ import inspect
 import math
 import subprocess
 import sys
-import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from chunk_calls import (
     TOKENS,
     as_call,
     batch,
+    exact_gradients,
     gradients,
     make_call,
     oracle,
@@ -762,7 +763,7 @@ def test_opcheck(name):
     do, dht = upstream(small_call())
     wanted = [x is not None for x in p[: chunk_ops.DIFFERENTIABLE]]
     for ups in ((do, dht), (do, None), (None, dht)):
-        arguments = (*ups, None, wanted, *p, "reference")
+        arguments = (*ups, None, None, wanted, *p, "reference")
         torch.library.opcheck(torch.ops.kda_cute.chunk_kda_bwd, arguments)
 
 
@@ -773,10 +774,12 @@ def test_meta_tensors_give_the_kernels_shapes(packed):
     do, dht = (x.to("meta") for x in upstream(call | dict(v=torch.empty(call["v"].shape))))
     call, leaves = with_leaves(call)
     o, state = kda_cute.chunk_kda(**call)
-    states = o.grad_fn.saved_tensors[-1]
+    states, U = o.grad_fn.saved_tensors[-2:]
     assert (o.shape, o.dtype) == (call["v"].shape, torch.bfloat16)
     assert (state.shape, state.dtype) == (call["initial_state"].shape, torch.float32)
-    assert states.shape == (3 if packed else 4, 2, 128, 128)  # 22 // 64 + 3, and 2 * 2
+    slots = 3 if packed else 4  # 22 // 64 + 3, and 2 * 2
+    assert states.shape == (slots, 2, 128, 128) and U.shape == (slots, 2, 64, 128)
+    assert states.dtype == U.dtype == torch.bfloat16
     torch.autograd.backward((o, state), (do, dht))
     assert all((x.grad.shape, x.grad.dtype) == (x.shape, x.dtype) for x in leaves.values())
 
@@ -819,44 +822,109 @@ def test_torch_compile_takes_the_whole_call():
 
 
 # ---------------------------------------------------------------- the way to the kernels
+class Seen(NamedTuple):
+    """What the stand-ins were given: problems, and (problem, do, dfinal_state, saved, flags)."""
+
+    forward: list
+    backward: list
+
+
 @pytest.fixture
-def stand_in(monkeypatch):
-    """Kernels that a CPU has: the reference with the outputs of forward.chunk_kda_fwd. Yields the
-    problems that they were given.
+def stand_in(monkeypatch) -> Seen:
+    """Kernels that a CPU has: the reference, with arguments and results of forward.chunk_kda_fwd and
+    backward.chunk_kda_bwd.
     """
-    seen = []
+    seen = Seen([], [])
 
     def forward(p: Problem):
-        seen.append(p)
+        seen.forward.append(p)
         o, state = reference.chunk_kda(p)
-        states = p.q.new_zeros(chunk_ops.chunk_states_shape(p)) if p.save_states else None
-        return o.to(p.v.dtype), state.float() if p.output_final_state else None, states
+        state = state.float() if p.output_final_state else None
+        saved = (None, None)
+        if p.save_states:
+            saved = [p.q.new_full(shape, 7.0) for shape in chunk_ops.saved_shapes(p)]
+        return o.to(p.v.dtype), state, *saved
+
+    def backward(p: Problem, do, dfinal_state, saved, *, parameters=True, initial_state=True):
+        flags = dict(parameters=parameters, initial_state=initial_state)
+        seen.backward.append((p, do, dfinal_state, saved, flags))
+        offered = [True] * 5 + [parameters] * 2 + [initial_state]
+        leaves = [x if x is None else x.detach().requires_grad_() for x in p[: len(LEAVES)]]
+        with torch.enable_grad():
+            results = reference.chunk_kda(Problem(*leaves, *p[len(LEAVES) :]))
+        pairs = zip(results, (do, dfinal_state), strict=True)
+        outputs, ups = zip(*((y, dy.to(y)) for y, dy in pairs if dy is not None), strict=True)
+        targets = [x for x, use in zip(leaves, offered, strict=True) if use and x is not None]
+        grads = iter(
+            torch.autograd.grad(outputs, targets, ups, allow_unused=True, materialize_grads=True)
+        )
+        return tuple(
+            next(grads) if use and x is not None else None
+            for x, use in zip(leaves, offered, strict=True)
+        )
 
     monkeypatch.setattr(chunk_ops, "_kernels", lambda: forward)
+    monkeypatch.setattr(chunk_ops, "_backward_kernels", lambda: backward)
     monkeypatch.setattr(chunk, "_supported", lambda q, backend: q.device)
-    monkeypatch.setattr(chunk_ops, "_warned", False)
     return seen
 
 
-def test_kernels_get_the_problem_and_gradients_come_from_the_reference(stand_in):
+def kernels(call: dict):
+    return kda_cute.chunk_kda(**call)
+
+
+def test_kernels_get_the_problem_and_give_the_gradients(stand_in):
     call = small_call()
     do, dht = upstream(call)
-
-    def kernels(call):
-        return kda_cute.chunk_kda(**call)
-
-    with pytest.warns(UserWarning, match="backward has no kernels yet"):
-        got = gradients(kernels, call, do, dht)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gradients(kernels, call, do, dht)
+    got = gradients(kernels, call, do, dht)
     for name, x in gradients(run, call, do, dht).items():
-        assert torch.equal(got[name], x), name
-    p = stand_in[0]
+        assert torch.equal(got[name], x) and got[name].dtype == x.dtype, name
+    (p,) = stand_in.forward
     assert p.save_states and p.output_final_state and p.state_v_first
     assert (p.gate, p.lower_bound, p.scale) == ("safe", -5.0, 128**-0.5)
     assert (p.l2norm, p.beta_sigmoid, p.beta_scale) == (True, True, 1.0)
     assert p.dt_bias.shape == (2, 128) and p.num_seqs == 3
+    ((again, do_seen, dht_seen, saved, flags),) = stand_in.backward
+    for x, y in zip(again, p, strict=True):
+        same = x.data_ptr() == y.data_ptr() if isinstance(x, torch.Tensor) else x == y
+        assert same
+    assert torch.equal(do_seen, do) and torch.equal(dht_seen, dht)
+    assert flags == dict(parameters=True, initial_state=True)
+    assert [x.shape for x in saved] == [(3, 2, 128, 128), (3, 2, 64, 128)]
+    assert all((x == 7).all() for x in saved)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_gradients_that_are_wanted_are_asked_of_the_kernels(stand_in, form):
+    call = make_call("typical+states", form, H=2, lengths=(17, 0, 5))
+    do, dht = upstream(call)
+    full = gradients(run, call, do, dht)
+    for wanted in [(name,) for name in full] + [tuple(n for n in full if n != m) for m in full]:
+        for n, x in gradients(kernels, call, do, dht, wanted).items():
+            assert torch.equal(x, full[n]), (wanted, n)
+        flags = stand_in.backward[-1][-1]
+        parameters = "A_log" in wanted or "dt_bias" in wanted
+        assert flags == dict(parameters=parameters, initial_state="initial_state" in wanted)
+
+
+def test_kernels_are_told_which_output_has_no_gradient(stand_in):
+    call, leaves = with_leaves(small_call(), ("v",))
+    do, dht = upstream(call)
+    for ups in ((do, None), (None, dht)):
+        expected = gradients(run, small_call(), *ups, wanted=("v",))["v"]
+        assert torch.equal(gradients(kernels, call, *ups, wanted=("v",))["v"], expected)
+        seen = stand_in.backward[-1][1:3]
+        assert all((x is None) == (y is None) for x, y in zip(seen, ups, strict=True))
+
+
+def test_gradients_of_a_kernel_take_the_dtypes_of_the_inputs(stand_in):
+    """The kernels give those of the parameters and of the state in fp32."""
+    call = small_call()
+    narrow = {n: call[n].bfloat16() for n in ("A_log", "dt_bias", "initial_state")}
+    do, dht = upstream(call)
+    got, expected = (gradients(f, call | narrow, do, dht) for f in (kernels, run))
+    for name, x in got.items():
+        assert x.dtype == torch.bfloat16 and torch.equal(x, expected[name]), name
 
 
 def test_states_are_saved_for_a_backward_only(stand_in):
@@ -864,13 +932,33 @@ def test_states_are_saved_for_a_backward_only(stand_in):
     kda_cute.chunk_kda(**small_call())
     with torch.no_grad():
         kda_cute.chunk_kda(**call)
-    assert not any(p.save_states for p in stand_in)
+    assert not any(p.save_states for p in stand_in.forward)
     o, _ = kda_cute.chunk_kda(**call)
-    assert stand_in[-1].save_states
-    assert o.grad_fn.saved_tensors[-1].shape == (3, 2, 128, 128)
-    o, _ = kda_cute.chunk_kda(**call | dict(save_states=False))
-    assert not stand_in[-1].save_states
-    assert o.grad_fn.saved_tensors[-1] is None
+    assert stand_in.forward[-1].save_states
+    states, U = o.grad_fn.saved_tensors[-2:]
+    assert states.shape == (3, 2, 128, 128) and U.shape == (3, 2, 64, 128)
+
+
+def test_nothing_is_saved_when_told_so(stand_in):
+    """The backward is told, too, and gives the same."""
+    call, leaves = with_leaves(small_call() | dict(save_states=False), ("v",))
+    do, dht = upstream(call)
+    o, state = kda_cute.chunk_kda(**call)
+    assert not stand_in.forward[-1].save_states
+    assert o.grad_fn.saved_tensors[-2:] == (None, None)
+    torch.autograd.backward((o, state), (do, dht))
+    assert stand_in.backward[-1][3] is None
+    assert torch.equal(leaves["v"].grad, gradients(run, small_call(), do, dht)["v"])
+
+
+def test_768_bytes_are_saved_for_each_token_and_head(stand_in):
+    T, H = 256, 2
+    call, leaves = with_leaves(make_call("typical", T=T, H=H))
+    o, _ = kda_cute.chunk_kda(**call)
+    own = [call[name] for name in LEAVES if call[name] is not None]
+    known = {x.data_ptr() for x in own}
+    new = [x for x in o.grad_fn.saved_tensors if x is not None and x.data_ptr() not in known]
+    assert sum(x.numel() * x.element_size() for x in new) == 768 * T * H
 
 
 def test_saved_inputs_are_those_that_were_passed(stand_in):
@@ -880,3 +968,30 @@ def test_saved_inputs_are_those_that_were_passed(stand_in):
     saved = o.grad_fn.saved_tensors
     for name, x in zip(TOKENS, saved, strict=False):
         assert x.data_ptr() == call[name].data_ptr() and x.stride() == call[name].stride(), name
+
+
+# ---------------------------------------------------------------- what the GPU's tests judge by
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("regime", ("typical+states", "ub_burst+states", "mixed"))
+def test_exact_gradients_are_those_of_the_token_oracle(form, regime):
+    call = make_call(regime, form, H=2, lengths=RAGGED)
+    wide = call | {n: call[n].double() for n in LEAVES if call.get(n) is not None}
+    do, dht = (x.double() for x in upstream(call))
+    for ups in ((do, dht), (do, None)):
+        got, terms = exact_gradients(call, *ups)
+        expected = gradients(oracle, wide, *ups)
+        assert list(got) == list(expected)
+        for name, x in got.items():
+            close(x, expected[name], 1e-12)
+    assert set(terms) == {"A_log", "dt_bias"} & set(got)
+
+
+def test_the_terms_are_those_of_the_sums():
+    """With one token and one head: A_log's terms by channel, dt_bias's as its sum."""
+    call = make_call("typical+states", T=1, H=1)
+    do, dht = upstream(call)
+    got, terms = exact_gradients(call, do, dht)
+    assert math.isclose(terms["dt_bias"], got["dt_bias"].norm().item())
+    by_channel = got["dt_bias"] * (call["g"][0, 0, 0].double() + call["dt_bias"])
+    close(by_channel.sum()[None], got["A_log"], 1e-12)
+    assert math.isclose(terms["A_log"], by_channel.norm().item())

@@ -72,7 +72,8 @@ def expected(spec) -> tuple:
         mma = {MMA_TF32: 2112} if config.precision == "tf32" else {MMA_BF16: 1056 + 64}
         return 128, 232_448, mma, 256, [40, 112, 112, 248]
     if spec.name == "transition":
-        mma = {MMA_BF16: 128, MMA_TF32: 176, wgmma_bf16(32): 48, wgmma_bf16(128): 8}
+        products = wgmma_bf16(64 if config.backward else 128)
+        mma = {MMA_BF16: 128, MMA_TF32: 140, wgmma_bf16(32): 32, wgmma_bf16(48): 16, products: 8}
         return 128, 115_712, mma, 256, []
     n = config.groups
     mma = {wgmma_bf16(64): 20 * n, wgmma_bf16(128): 4 * n}

@@ -46,6 +46,17 @@ def store(tma: Tma, tile, block):
     cute.copy(tma.atom, tile, block)
 
 
+def prefetch(tma: Tma, block, tile):
+    """Ask L2 for the block that `load` would copy to a tile's view."""
+    _, block = _partition(tma, block, tile)
+    cute.prefetch(tma.atom, block)
+
+
+def prefetch_line(pointer):
+    """Ask L2 for a thread's line of 128 bytes of global memory."""
+    cute.arch.prefetch(pointer.llvm_ptr, cache_level="L2")
+
+
 def _partition(tma, block, tile):
     return cpasync.tma_partition(
         tma.atom,

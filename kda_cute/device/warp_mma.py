@@ -36,16 +36,14 @@ class WarpMma:
         """A operand from 8 fp32 values in the order above, rounded to nearest."""
         if self.tf32:
             order = [(0, 2, 1, 3), (4, 6, 5, 7)]  # the atom wants half before k
-            return [
-                self._tf32([round_tf32(values[i]) for i in step], ((2, 2), 1)) for step in order
-            ]
+            return [self._tf32([_rounded(values[i]) for i in step], ((2, 2), 1)) for step in order]
         return self._bf16(values, ((2, 2, 2), 1))
 
     def operand_b(self, values):
         """B operand from 4 fp32 values in the order above, rounded to nearest."""
         if self.tf32:
             return [
-                self._tf32([round_tf32(values[2 * s + i]) for i in range(2)], (2, 1))
+                self._tf32([_rounded(values[2 * s + i]) for i in range(2)], (2, 1))
                 for s in range(2)
             ]
         return self._bf16(values, ((2, 2), 1))
@@ -199,6 +197,11 @@ def multiply_bf16x2(a, b, *, loc=None, ip=None):
         ip=ip,
     )
     return Int32(word)
+
+
+def _rounded(x):
+    """Bits of x rounded to tf32; of a number of Python's, which is exact, as they are."""
+    return bits(x) if isinstance(x, (int, float)) else round_tf32(x)
 
 
 def rounded_tf32(x):

@@ -347,9 +347,8 @@ def transition_accesses(plan: Plan) -> list[Access]:
             f"{tile} for norms", tile, "ldmatrix", rows, 4, grid(range(0, 64, 8), range(0, 128, 32))
         )
     add = adder("pairs", 8)
-    for tile in ("rows0", "rows1"):
-        # Three levels each, of 32 left rows of k, as many of q, and 32 right ones.
-        add(f"{tile} store", tile, "sts32", neighbours(), 3 * 24, grid(range(96), (0, 64)))
+    # Of each level 32 left rows of k, as many of q, and 32 right ones, those of level 32 twice.
+    add("rows store", "rows", "sts32", neighbours(), 6 * 24 + 8, grid(range(112), (0, 64)))
     add = adder("pairs", 2)
     for s in (32, 16, 8):
         at = _squares(s)
@@ -360,12 +359,18 @@ def transition_accesses(plan: Plan) -> list[Access]:
     for tile in ("kd", "qd", "kr"):
         add(f"{tile} store", tile, "sts32", neighbours(), 16, every)
     _inverse(adder)
-    add = adder("publish", 8)
-    add("X", "L", "lds128", quarters(16), 4, grid(range(0, 64, 8), range(0, 16, 4)))
-    add("A store", "A", "sts128", quarters(16), 2, grid(range(0, 64, 8), HALVES))
+    add = adder("publish", 4)
+    rows = tuple((lane % 16, 16 * (lane // 16)) for lane in range(WARP))
+    halves = [(16 * i, 32 * (i // 2)) for i in range(4)]  # starts of the warps
+    add("X", "L", "lds128", rows, 4, [(r, c + i) for r, c in halves for i in range(0, 16, 4)])
+    above = [(0, 32), (16, 32)]  # zeros
+    add("A store", "A", "sts128", rows, 3, [(r, c + i) for r, c in halves + above for i in HALVES])
+    add("corner of A store", "A", "sts32", pairs(), 4, grid(range(32, 64, 8), range(0, 32, 8)))
     add = adder("product", 4)
     for result, tile in (("w", "kd"), ("u", "v")):
-        add(f"{result} store", tile, "stmatrix", matrices(), 8, grid(SQUARES, range(0, 128, 16)))
+        if tile in plan:  # the backward form has no v
+            squares = grid(SQUARES, range(0, 128, 16))
+            add(f"{result} store", tile, "stmatrix", matrices(), 8, squares)
     return accesses
 
 
@@ -387,20 +392,21 @@ def _squares(s: int) -> tuple[Coord, ...]:
 def _inverse(adder) -> None:
     """Blocks of 16 of L and X: on the diagonal, below it in pairs, in the corner of four.
 
-    Loads of values that are known to be 0 are not there; the zeros above the diagonal are stored by
-    the two warps that have no block below it.
+    Loads of values that are known to be 0 are not there.  The corner's four blocks take 9 products X L
+    and 6 of those with X; they leave as A.
     """
     blocks = grid(range(0, 64, 8), range(0, 64, 8))
     every = grid(tuple(r + i for r in range(0, 64, 8) for i in (0, 1)), range(0, 64, 8))
     for name, warps, rows, columns, results in (
         ("diagonal", 4, 2, 6, 4),
-        ("below", 2, 4, 2 * 8, 2 * 4),
-        ("corner", 4, 2 * 4, 6 * 8, 4),
+        ("below", 2, 4, 2 * 8, 4),
+        ("corner", 1, 9 * 4, (9 + 6) * 8, 0),
     ):
         add = adder(f"inverse, {name}", warps)
         add("L or X as A", "L", "lds64", pairs(), rows, blocks)
         add("L or X as B, rows strided", "L", "lds32", strided(), columns, every)
-        add("X store", "L", "sts64", pairs(), results, blocks)
+        if results:
+            add("X store", "L", "sts64", pairs(), results, blocks)
 
 
 def scan_accesses(plan: Plan) -> list[Access]:
@@ -448,7 +454,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "transition": Kernel(
         accesses=transition_accesses,
-        copied=tuple("k q v kr mqk".split()),
+        copied=tuple("k q v kd qd kr A mqk".split()),
     ),
 }
 

@@ -320,7 +320,7 @@ class Tile:
         """Tensor (rows, cols) of one stage; (cols, rows) of the same bytes when `transposed`."""
         return self._tensor(self.pointer(base, stage), staged=False, transposed=transposed)
 
-    def rows_view(self, base, first: int, rows: int):
+    def rows_view(self, base, first: int, rows: int, stage=0):
         """Tensor (rows, cols) of the rows from `first` on; multiples of 8 of a swizzled tile."""
         import cutlass.cute as cute
 
@@ -329,7 +329,7 @@ class Tile:
         part = cute.make_layout(
             ((SWIZZLE_ROWS, rows // SWIZZLE_ROWS), outer.shape[1]), stride=outer.stride
         )
-        pointer = self.pointer(base) + first * SWIZZLE_ROW_BYTES
+        pointer = self.pointer(base, stage) + first * SWIZZLE_ROW_BYTES
         return cute.make_tensor(cute.recast_ptr(pointer, inner, dtype=self.cute_dtype()), part)
 
     def staged_view(self, base, *, transposed: bool = False):

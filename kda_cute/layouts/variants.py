@@ -111,23 +111,20 @@ SCAN = Family(
 )
 
 
-def transition_tiles(wide: Layout, precision: str) -> list[Tile]:
+def transition_tiles(wide: Layout, precision: str, *, backward: bool = False) -> list[Tile]:
     """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the bf16 tiles.
 
     k and q go to registers and leave their bytes. kd changes its meaning in place (then w), and so
-    do v (u) and L (X). rows0 and rows1 hold the operand of a level each: left rows of k, left rows
-    of q, right rows of k.
+    do v (u) and L (X). A stage of rows is a warpgroup's operand of two levels: 64 left rows, then the
+    right ones.  The backward form has no v.
     """
     dense = Dense()
     raw, made = {"last": "gather"}, {"first": "tiles"}
     return [
         *(Tile(name, (64, 128), "bf16", wide, **raw) for name in ("k", "q")),
         *(Tile(name, (64, 128), "bf16", wide, **made) for name in ("kd", "qd", "kr")),
-        *(
-            Tile(name, (96, 128), "bf16", wide, first="pairs", last="pairs")
-            for name in ("rows0", "rows1")
-        ),
-        Tile("v", (64, 128), "bf16", wide),
+        Tile("rows", (112, 128), "bf16", wide, stages=2, first="pairs", last="pairs"),
+        *([] if backward else [Tile("v", (64, 128), "bf16", wide)]),
         Tile("A", (64, 64), "bf16", wide, first="publish"),
         Tile("L", (64, 64), "f32", RowPadded(72), first="pairs", last="publish"),
         Tile("mqk", (64, 64), "bf16", wide, first="gate"),
@@ -164,7 +161,8 @@ def gradients_tiles(wide: Layout, precision: str) -> list[Tile]:
         Tile("gate_sums", (8, 128), "f32", dense, first="gate", last="gate"),
         Tile("column_sums", (24, 128), "f32", dense, first="columns"),
         Tile("dgT", (2, 128), "f32", dense, first="multiply"),
-        Tile("rows", (10, 64), "f32", dense, first="gate"),  # see gradients.schedule.Row
+        Tile("rows", (11, 64), "f32", dense, first="gate"),  # see gradients.schedule.Row
+        Tile("chunk", (1, 8), "i64", dense),
         Tile("barriers", (1, 3), "i64", dense),
     ]
 

@@ -28,14 +28,15 @@ class Gate:
         bias = [m.dt_bias[at.h, 2 * pair + i] for i in range(2)]
         return exp2(m.A_log[at.h] * LOG2E), bias
 
-    def read(self, m, at, tid):
-        """The thread's raw gates; rows past the end repeat the last one."""
+    def read(self, rows, count, tid):
+        """The thread's raw gates, of a tensor [token, channel] of the chunk; rows past the end repeat
+        the last one.
+        """
         pair, first = tid % PAIRS, tid // PAIRS * SPAN
-        raw = cute.make_rmem_tensor((2, SPAN), m.g.element_type)
+        raw = cute.make_rmem_tensor((2, SPAN), rows.element_type)
         for r in range(SPAN):
-            row = cutlass.min(first + r, at.rows - 1)
-            line = cute.local_tile(m.g[at.b, at.token + row, at.h, None], (2,), (pair,))
-            cute.autovec_copy(line, raw[None, r])
+            line = rows[cutlass.min(first + r, count - 1), None]
+            cute.autovec_copy(cute.local_tile(line, (2,), (pair,)), raw[None, r])
         return raw
 
     def values(self, raw):
@@ -68,7 +69,9 @@ class Gate:
         totals, gc = (self.plan[name].view(base) for name in ("gate_sums", "gc"))
         before, _ = around(totals, 0, span, pair)
         for r in range(SPAN):
-            store_two(gc, SPAN * span + r, pair, [x[r] + y for x, y in zip(sums, before, strict=True)])
+            store_two(
+                gc, SPAN * span + r, pair, [x[r] + y for x, y in zip(sums, before, strict=True)]
+            )
 
     def activate(self, x, rate, bias, lower_bound):
         """The gate in log2 of the decay."""

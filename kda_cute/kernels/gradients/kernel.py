@@ -26,14 +26,14 @@ past the sequence's end are zeroed in shared memory.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import tma
 from ...device.math import clamp, exp2
 from ...layouts.variants import plan
 from .gate import Gate
-from .pairs import COUNT, Lane, Pairs, Place, unpack
+from .pairs import COUNT, Lane, Pairs, Place, again, unpack
 from .products import Products
 from .schedule import (
     GROUP,
@@ -102,6 +102,7 @@ class Gradients:
         at = self.find_chunk(m)
         if at.rows > 0:
             if warp == 0:
+                self.remember(m, at, base)
                 with cute.arch.elect_one():
                     for bar in Bar:
                         cute.arch.mbarrier_init(bars + bar, 1)
@@ -113,7 +114,11 @@ class Gradients:
 
     def load(self, copies, at, base, bars):
         """Issue all copies."""
-        by_bar = {Bar.STATES: ("do", "S", "U", "dS"), Bar.INVERSE: ("dU", "A"), Bar.ROWS: ("k", "q")}
+        by_bar = {
+            Bar.STATES: ("do", "S", "U", "dS"),
+            Bar.INVERSE: ("dU", "A"),
+            Bar.ROWS: ("k", "q"),
+        }
         for bar, names in by_bar.items():
             nbytes = sum(self.plan[name].copy_bytes for name in names)
             with cute.arch.elect_one():
@@ -124,14 +129,16 @@ class Gradients:
                     rows = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
                 else:
                     rows = copy.tensor[None, None, at.h, at.slot]
-                tma.load(copy, cute.local_tile(rows, tile.shape, (0, 0)), tile.view(base), bars + bar)
+                tma.load(
+                    copy, cute.local_tile(rows, tile.shape, (0, 0)), tile.view(base), bars + bar
+                )
 
     # ------------------------------------------------------------ steps
     @cute.jit
     def run(self, m: Gmem, o: Options, at: Chunk, base, bars, warp: Int32, tid: Int32):
         """The steps."""
         lane = cute.arch.lane_idx()
-        raw = self.gate.read(m, at, tid)
+        raw = self.gate.read(self.gates(m, *self.where(m, at)), at.rows, tid)
         self.tokens.activate_beta(m, at, base, tid, o)
         cute.arch.sync_threads()  # the barriers are ready
         cute.arch.mbarrier_wait(bars + Bar.STATES, 0)
@@ -158,24 +165,25 @@ class Gradients:
         cute.arch.sync_threads()  # gc, dv, M
         acc_L = self.products.by_tokens(base, tid, 4, "dU")
         acc_k = self.products.by_state(base, tid, "S", "dU")
-        place = Place(warp, lane)
-        self.products.decay(base, lane, place.channels, place.half)
+        self.products.decay(base, lane, warp % 8, warp // 8)
         self.tokens.store_dv(m, at, base, tid)
         warpgroup.wait_group(1)
         self.products.publish(base, tid, lane, acc_L, "L", -1.0)
         warpgroup.wait_group(0)
         cute.arch.sync_threads()  # L; the states are free
+        place = Place(again(warp), again(lane))
         registers = self.combine(base, place, acc_q, acc_k, acc_kr)
         self.pairs.run(base, place, registers)
         cute.arch.sync_threads()  # gc, M, L are free
         self.keep(base, place, "dq", registers.dq)
         self.keep(base, place, "dk", registers.dk)
         self.keep(base, place, "dgc", registers.dgc)
-        raw = self.gate.read(m, at, tid)
+        (at, place_of_g), tid = self.recall(base), again(tid)
+        raw = self.gate.read(self.gates(m, *place_of_g), at.rows, tid)
         cute.arch.sync_threads()
         columns = self.gate.sum_columns(base, tid)
         self.tokens.finish(m, at, base, tid)
-        self.tokens.store_dbeta(m, at, base, tid, o)
+        self.tokens.store_dbeta(m, at, base, tid)
         cute.arch.sync_threads()  # sums of the spans of tokens
         columns = self.gate.finish_columns(base, tid, columns)
         dA = self.gate.backward(m, at, base, tid, raw, columns, o.lower_bound)
@@ -195,33 +203,39 @@ class Gradients:
             self.plan[name].view(base)[row, col] = BFloat16(0)
 
     def combine(self, base, place, acc_q, acc_k, acc_kr):
-        """What the products with states give: registers for `pairs`; kr dkr goes to its tile."""
-        k, q = (place.words(self.plan[name], base) for name in ("k", "q"))
+        """What the products with states give, and pairs of equal or neighbouring tokens: registers
+        for `pairs`; kr dkr goes to its tile.
+        """
+        lane = Lane(*(place.rows(self.plan[name], base) for name in ("k", "q")))
         tile = self.plan["gc"].view(base)
         gc, rows = place.view(tile), self.plan["rows"].view(base)
         fk, fq = (place.tokens(rows[row, None]) for row in (Row.FK, Row.FQ))
         last = [tile[C - 1, 16 * place.channels + place.r + 8 * half] for half in range(2)]
-        steps, krdkr = [], place.view(self.plan["krdkr"].view(base))
-        dq, dk, dgc = (cute.make_rmem_tensor((COUNT,), Float32) for _ in range(3))
-        for w in range(COUNT // 2):
-            half, s, block = w % 2, w // 2 % 2, w // 4
-            factors = cute.make_rmem_tensor((2, 2), Float32)
-            cute.autovec_copy(fk[None, s, block], factors[None, 0])
-            cute.autovec_copy(fq[None, s, block], factors[None, 1])
-            kw, qw = unpack(k[w]), unpack(q[w])
-            sums = [gc[i, half, s, block] for i in range(2)]
-            steps.append(exp2(sums[1] - sums[0]))
-            for i in range(2):
-                e = 2 * w + i
-                start, end = exp2(sums[i]), exp2(last[half] - sums[i])
-                from_q = acc_q[e] * (start * factors[i, 1])
-                from_k = acc_k[e] * (start * factors[i, 0])  # minus the gradient
-                from_end = acc_kr[e] * (end * factors[i, 0])
-                krdkr[i, half, s, block] = kw[i] * from_end
-                dq[e] = from_q
-                dk[e] = from_end - from_k
-                dgc[e] = qw[i] * from_q - kw[i] * from_k
-        return Lane(k, q, steps, dq, dk, dgc)
+        krdkr = place.view(self.plan["krdkr"].view(base))
+        for block in range(2):
+            k, q = lane.words(block)
+            for w in range(4):
+                half, s = w % 2, w // 2
+                factors = cute.make_rmem_tensor((2, 2), Float32)
+                cute.autovec_copy(fk[None, s, block], factors[None, 0])
+                cute.autovec_copy(fq[None, s, block], factors[None, 1])
+                kw, qw = unpack(k[w]), unpack(q[w])
+                sums = [gc[i, half, s, block] for i in range(2)]
+                lane.step[4 * block + w] = exp2(sums[1] - sums[0])
+                for i in range(2):
+                    e = 8 * block + 2 * w + i
+                    start, end = exp2(sums[i]), exp2(last[half] - sums[i])
+                    from_q = acc_q[e] * (start * factors[i, 1])
+                    from_k = acc_k[e] * (start * factors[i, 0])  # minus the gradient
+                    from_end = acc_kr[e] * (end * factors[i, 0])
+                    krdkr[i, half, s, block] = kw[i] * from_end
+                    lane.dq[e] = from_q
+                    lane.dk[e] = from_end - from_k
+                    lane.dgc[e] = qw[i] * from_q - kw[i] * from_k
+            self.pairs.same_token(base, place, lane, block, k, q)
+            self.pairs.neighbours(base, place, lane, block, k, q)
+            cute.arch.sync_warp()
+        return lane
 
     def keep(self, base, place, name, values):
         """A lane's values to an fp32 tile."""
@@ -230,6 +244,34 @@ class Gradients:
             view[e % 2, e // 2 % 2, e // 4 % 2, e // 8] = values[e]
 
     # ------------------------------------------------------------ which chunk
+    def where(self, m, at):
+        """Address of the chunk's first gate, and elements from token to token."""
+        offset = cute.assume(cute.crd2idx((at.b, at.token, at.h, 0), m.g.layout), divby=2)
+        return (m.g.iterator + offset).toint(), m.g.stride[1]
+
+    def gates(self, m, address, stride):
+        """The chunk's raw gates [token, channel]."""
+        dtype = m.g.element_type
+        start = cute.make_ptr(
+            dtype, address, cute.AddressSpace.gmem, assumed_align=2 * dtype.width // 8
+        )
+        layout = cute.make_layout((C, D), stride=(cute.assume(stride, divby=2), 1))
+        return cute.make_tensor(start, layout)
+
+    def remember(self, m, at, base):
+        """The chunk to shared memory, so that it takes no registers while `pairs` wants them all."""
+        words = self.plan["chunk"].view(base)
+        values = (*at, *self.where(m, at))
+        for i in range(len(values)):
+            words[0, i] = Int64(values[i])
+
+    def recall(self, base):
+        """(chunk, `where` its gates are)."""
+        words = self.plan["chunk"].view(base)
+        count = len(Chunk._fields)
+        at = Chunk(*(Int32(words[0, i]) for i in range(count)))
+        return at, (words[0, count], words[0, count + 1])
+
     @cute.jit
     def find_chunk(self, m: Gmem):
         """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""

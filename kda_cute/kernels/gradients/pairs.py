@@ -57,30 +57,42 @@ class Place:
         token = 32 * self.half + 2 * self.c + shift
         offset = again(cute.crd2idx((token, BLOCK * self.channels + self.r), layout))
         steps = [cute.crd2idx(x, layout) for x in ((1, 0), (0, 8), (8, 0), (16, 0))]
-        return cute.make_tensor(tile.iterator + offset, cute.make_layout((2, 2, 2, 2), stride=tuple(steps)))
+        return cute.make_tensor(
+            tile.iterator + offset, cute.make_layout((2, 2, 2, 2), stride=tuple(steps))
+        )
 
     def tokens(self, line):
         """[i, s, block] of a row of one value a token."""
         offset = cute.assume(32 * self.half + 2 * self.c, divby=2)
-        return cute.make_tensor(line.iterator + offset, cute.make_layout((2, 2, 2), stride=(1, 8, 16)))
+        return cute.make_tensor(
+            line.iterator + offset, cute.make_layout((2, 2, 2), stride=(1, 8, 16))
+        )
 
-    def words(self, tile, base):
-        """The lane's words of a bf16 tile [token, channel], packed along tokens."""
+    def rows(self, tile, base):
+        """Where the lane's words of a bf16 tile [token, channel] come from."""
         row, chunk = LaneRows(self.lane).columns_first()
-        rows = MatrixRows(tile, base, 0, 32 * self.half + row, 2 * self.channels + chunk)
-        out = []
-        for block in range(2):
-            loaded = cute.recast_tensor(rows.load(BLOCK * block, transpose=True), Int32)
-            out += [loaded[w] for w in range(4)]
-        return out
+        return MatrixRows(tile, base, 0, 32 * self.half + row, 2 * self.channels + chunk)
 
 
 class Lane:
-    """What a lane has of its positions: words of k and q, the decay in each, and the sums."""
+    """What a lane has of its positions: the decay in each word, and the sums; words of k and q are
+    loaded when needed.
+    """
 
-    def __init__(self, k, q, step, dq, dk, dgc):
-        self.k, self.q, self.step = k, q, step
-        self.dq, self.dk, self.dgc = dq, dk, dgc
+    def __init__(self, rows_k, rows_q):
+        self.rows_k, self.rows_q = rows_k, rows_q
+        self.step = [None] * WORDS
+        self.dq, self.dk, self.dgc = (cute.make_rmem_tensor((COUNT,), Float32) for _ in range(3))
+
+    def words(self, block):
+        """(k, q) of a block: tokens of a word are neighbours."""
+        return self.words_k(block), self.words_q(block)
+
+    def words_k(self, block):
+        return load_words(self.rows_k, again(Int32(0)) + BLOCK * block, 0, transpose=True)
+
+    def words_q(self, block):
+        return load_words(self.rows_q, again(Int32(0)) + BLOCK * block, 0, transpose=True)
 
     # ------------------------------------------------------------ factors
     def left(self, w, gc, anchor):
@@ -100,6 +112,14 @@ class Lane:
         return [select(is_left, x, y), select(is_left, y, x)]
 
     # ------------------------------------------------------------ results
+    def settle(self, side):
+        """Keeps the sums' last additions where they are: taken out of both branches of an `if`, they
+        would need registers for what is added.
+        """
+        for sums in (self.dq, self.dk, self.dgc):
+            for e in range(COUNT):
+                sums[e] = same(sums[e], side)
+
     def add_left(self, w, f, kf, qf, a, y):
         """a, y: the pair's results; kf, qf: its words."""
         k, q = unpack(kf), unpack(qf)
@@ -131,48 +151,51 @@ class Pairs:
             for name in ("M", "L")
         )
         gc = self.plan["gc"].view(base)
-        self.same_token(base, place, lane)
-        self.neighbours(base, place, lane)
         self.other_half(base, place, lane, gc, M, L)
+        cute.arch.sync_warp()
         self.other_block(place, lane, gc, M, L)
         for block in range(2):
-            m, l = (load_words(x, BLOCK * block, 2 * block) for x in (M, L))
-            self.other_eight(place, lane, gc, block, m, l)
-        self.inside_eights(place, lane, gc, M, L)
+            k, q = lane.words(block)
+            mw, lw = (load_words(x, BLOCK * block, 2 * block) for x in (M, L))
+            cute.arch.sync_warp()
+            self.other_eight(place, lane, gc, block, k, q, mw, lw)
+            for s in (4, 2):
+                cute.arch.sync_warp()
+                self.inside_eight(place, lane, gc, block, s, k, q, mw, lw)
 
     def anchor(self, gc, place, token):
         """gc of a token in the lane's two channels."""
         return [gc[token, BLOCK * place.channels + place.r + 8 * half] for half in range(2)]
 
     # ------------------------------------------------------------ without products
-    def same_token(self, base, place, lane):
+    def same_token(self, base, place, lane, block, k, q):
         """dq += M_tt k, dk += M_tt q."""
         diagonal = place.tokens(self.plan["rows"].view(base)[Row.DIAGONAL, None])
-        for w in range(WORDS):
+        for w in range(4):
             two = cute.make_rmem_tensor((2,), Float32)
-            cute.autovec_copy(diagonal[None, w // 2 % 2, w // 4], two)
-            k, q = unpack(again(lane.k[w])), unpack(again(lane.q[w]))
-            for i in range(2):
-                e = 2 * w + i
-                lane.dq[e] = lane.dq[e] + two[i] * k[i]
-                lane.dk[e] = lane.dk[e] + two[i] * q[i]
+            cute.autovec_copy(diagonal[None, w // 2, block], two)
+            for i, (x, y) in enumerate(zip(unpack(k[w]), unpack(q[w]), strict=True)):
+                e = 8 * block + 2 * w + i
+                lane.dq[e] = lane.dq[e] + two[i] * x
+                lane.dk[e] = lane.dk[e] + two[i] * y
 
-    def neighbours(self, base, place, lane):
+    def neighbours(self, base, place, lane, block, k, q):
         """Level 1; the left factor is 1."""
         line = self.plan["rows"].view(base)[Row.PAIRS, None]
-        for w in range(WORDS):
-            pair = C // 4 * place.half + 8 * (w // 4) + 4 * (w // 2 % 2) + place.c
-            m, l = line[pair], line[32 + pair]
-            k, q = unpack(again(lane.k[w])), unpack(again(lane.q[w]))
-            f = lane.step[w]
-            kf = k[0] * f
-            y = m * q[1] + l * k[1]
-            lane.dq[2 * w + 1] = lane.dq[2 * w + 1] + m * kf
-            lane.dk[2 * w + 1] = lane.dk[2 * w + 1] + l * kf
-            lane.dk[2 * w] = lane.dk[2 * w] + f * y
-            moved = kf * y
-            lane.dgc[2 * w + 1] = lane.dgc[2 * w + 1] + moved
-            lane.dgc[2 * w] = lane.dgc[2 * w] - moved
+        for w in range(4):
+            pair = C // 4 * place.half + 8 * block + 4 * (w // 2) + place.c
+            m_ij, l_ij = line[pair], line[C // 2 + pair]
+            x, y = unpack(k[w]), unpack(q[w])
+            even, odd = 8 * block + 2 * w, 8 * block + 2 * w + 1
+            f = lane.step[4 * block + w]
+            kf = x[0] * f
+            dkf = m_ij * y[1] + l_ij * x[1]
+            lane.dq[odd] = lane.dq[odd] + m_ij * kf
+            lane.dk[odd] = lane.dk[odd] + l_ij * kf
+            lane.dk[even] = lane.dk[even] + f * dkf
+            moved = kf * dkf
+            lane.dgc[odd] = lane.dgc[odd] + moved
+            lane.dgc[even] = lane.dgc[even] - moved
 
     # ------------------------------------------------------------ level 32
     @cute.jit
@@ -185,46 +208,50 @@ class Pairs:
     def half_right(self, base, place, lane, gc, M, L):
         anchor, sums = self.anchor(gc, place, 32), place.view(gc, 1)
         for block in range(2):
-            words = range(4 * block, 4 * block + 4)
-            kf = [scaled(lane.k[w], lane.right(w, sums, anchor[w % 2])) for w in words]
+            k = lane.words_k(block)
+            kf = [scaled(k[w], lane.right(4 * block + w, sums, anchor[w % 2])) for w in range(4)]
             self.give(base, place, block, kf)
         self.meet(place)
         sums = place.view(gc, 1)
         for block in range(2):
             y = accumulators()
             for other in range(2):
-                m, l = (load_words(x, BLOCK * block, 4 + 2 * other) for x in (M, L))
-                k, q = (self.take(base, place.warp ^ 8, place, 2 * name + other) for name in range(2))
+                mw, lw = (load_words(x, BLOCK * block, 4 + 2 * other) for x in (M, L))
+                k, q = (
+                    self.take(base, place.warp ^ 8, place, 2 * name + other) for name in range(2)
+                )
                 for n in range(2):
-                    step(y[n], q, m[2 * n : 2 * n + 2])
-                    step(y[n], k, l[2 * n : 2 * n + 2])
+                    step(y[n], q, mw[2 * n : 2 * n + 2])
+                    step(y[n], k, lw[2 * n : 2 * n + 2])
             kf = self.take(base, place.warp, place, block)
             for i in range(4):
                 w = 4 * block + i
                 lane.add_right(w, lane.right(w, sums, anchor[w % 2]), kf[i], result(y, i))
+        lane.settle("right")
 
     def half_left(self, base, place, lane, gc, M, L):
         anchor, sums = self.anchor(gc, place, 32), place.view(gc)
         for block in range(2):
-            words = range(4 * block, 4 * block + 4)
-            factors = [lane.left(w, sums, anchor[w % 2]) for w in words]
-            for first, x in ((0, lane.k), (2, lane.q)):
-                self.give(base, place, first + block, [scaled(x[w], factors[w % 4]) for w in words])
+            factors = [lane.left(4 * block + w, sums, anchor[w % 2]) for w in range(4)]
+            for first, x in zip((0, 2), lane.words(block), strict=True):
+                words = [scaled(x[w], factors[w]) for w in range(4)]
+                self.give(base, place, first + block, words)
         self.meet(place)
         sums = place.view(gc)
         for block in range(2):
             a, y = accumulators(), accumulators()
             for other in range(2):
-                m, l = (load_words(x, BLOCK * block, 4 + 2 * other) for x in (M, L))
+                mw, lw = (load_words(x, BLOCK * block, 4 + 2 * other) for x in (M, L))
                 k = self.take(base, place.warp ^ 8, place, other)
                 for n in range(2):
-                    step(a[n], k, m[2 * n : 2 * n + 2])
-                    step(y[n], k, l[2 * n : 2 * n + 2])
+                    step(a[n], k, mw[2 * n : 2 * n + 2])
+                    step(y[n], k, lw[2 * n : 2 * n + 2])
             kf, qf = (self.take(base, place.warp, place, first + block) for first in (0, 2))
             for i in range(4):
                 w = 4 * block + i
                 f = lane.left(w, sums, anchor[w % 2])
                 lane.add_left(w, f, kf[i], qf[i], result(a, i), result(y, i))
+        lane.settle("left")
 
     def slot(self, base, place, warp, index):
         """The lane's four words, number `index` of four, of a warp's part of the tile `exchange`."""
@@ -253,43 +280,47 @@ class Pairs:
         """Block 1 of the warp is left, block 0 right."""
         anchor = self.anchor(gc, place, 32 * place.half + 16)
         sums = place.view(gc, 1)
-        right_kf = [scaled(lane.k[w], lane.right(w, sums, anchor[w % 2])) for w in range(4)]
-        a, y = accumulators(), accumulators()
-        m, l = (load_words(x, BLOCK, 0) for x in (M, L))
+        k = lane.words_k(0)
+        right_kf = [scaled(k[w], lane.right(w, sums, anchor[w % 2])) for w in range(4)]
+        mw, lw = (load_words(x, BLOCK, 0) for x in (M, L))
+        sums, kf, qf = place.view(gc), [], []
+        k, q = lane.words(1)
         for n in range(2):
-            step(a[n], right_kf, m[2 * n : 2 * n + 2])
-            step(y[n], right_kf, l[2 * n : 2 * n + 2])
-        sums = place.view(gc)
-        kf, qf = [], []
-        for w in range(4):
-            f = lane.left(4 + w, sums, anchor[w % 2])
-            kf.append(scaled(lane.k[4 + w], f))
-            qf.append(scaled(lane.q[4 + w], f))
-            lane.add_left(4 + w, f, kf[w], qf[w], result(a, w), result(y, w))
-        y = accumulators()
-        m, l = (load_words(x, 0, 2) for x in (M, L))
-        for n in range(2):
-            step(y[n], qf, m[2 * n : 2 * n + 2])
-            step(y[n], kf, l[2 * n : 2 * n + 2])
+            a, y = accumulators(), accumulators()
+            step(a[0], right_kf, mw[2 * n : 2 * n + 2])
+            step(y[0], right_kf, lw[2 * n : 2 * n + 2])
+            for half in range(2):
+                w = half + 2 * n
+                f = lane.left(4 + w, sums, anchor[half])
+                kf.append(scaled(k[w], f))
+                qf.append(scaled(q[w], f))
+                lane.add_left(4 + w, f, kf[w], qf[w], result(a, half), result(y, half))
+        cute.arch.sync_warp()
+        mw, lw = (load_words(x, 0, 2) for x in (M, L))
         sums = place.view(gc, 1)
-        for w in range(4):
-            f = lane.right(w, sums, anchor[w % 2])
-            lane.add_right(w, f, right_kf[w], result(y, w))
+        for n in range(2):
+            y = accumulators()
+            step(y[0], qf, mw[2 * n : 2 * n + 2])
+            step(y[0], kf, lw[2 * n : 2 * n + 2])
+            for half in range(2):
+                w = half + 2 * n
+                f = lane.right(w, sums, anchor[half])
+                lane.add_right(w, f, right_kf[w], result(y, half))
 
-    def other_eight(self, place, lane, gc, block, m, l):
-        """Tokens 8 to 15 of a block are left, 0 to 7 right; m, l: words of the diagonal block, two
+    def other_eight(self, place, lane, gc, block, k, q, mw, lw):
+        """Tokens 8 to 15 of a block are left, 0 to 7 right; mw, lw: words of the diagonal block, two
         for each of its 8 rows.
         """
         anchor = self.anchor(gc, place, 32 * place.half + 16 * block + 8)
         w0, sums = 4 * block, [place.view(gc, shift) for shift in range(2)]
         f = [lane.right(w0 + w, sums[1], anchor[w]) for w in range(2)]
         f += [lane.left(w0 + 2 + w, sums[0], anchor[w]) for w in range(2)]
-        kf = [scaled(lane.k[w0 + w], f[w]) for w in range(4)]
-        qf = [scaled(lane.q[w0 + 2 + w], f[2 + w]) for w in range(2)]
+        kf = [scaled(k[w], f[w]) for w in range(4)]
+        qf = [scaled(q[2 + w], f[2 + w]) for w in range(2)]
         a, y = accumulators(), accumulators()
-        step(a[1], kf[:2], m[2:3])
-        step(y[1], kf[:2], l[2:3])
-        step(y[0], qf + kf[2:], [m[1], l[1]])
+        step(a[1], kf[:2], mw[2:3])
+        step(y[1], kf[:2], lw[2:3])
+        step(y[0], qf + kf[2:], [mw[1], lw[1]])
         for w in range(2):
             lane.add_right(w0 + w, f[w], kf[w], result(y, w))
             lane.add_left(
@@ -297,39 +328,33 @@ class Pairs:
             )
 
     # ------------------------------------------------------------ levels 4 and 2
-    @cute.jit
-    def inside_eights(self, place: cutlass.Constexpr, lane: cutlass.Constexpr, gc, M, L):
-        """The two levels as a loop: code for one."""
-        for level in cutlass.range(2, unroll=1):
-            self.inside_eight(place, lane, gc, M, L, Int32(4) >> level)
-
-    def inside_eight(self, place, lane, gc, M, L, s):
+    def inside_eight(self, place, lane, gc, block, s, k, q, mw, lw):
         """Lanes with bit s of their tokens set are left.  The words of a product count where the
         tokens' highest differing bit is s; those of left lanes are 0 where they would meet their own
         kind.
         """
         r, c = place.r, place.c
-        differ = ((2 * c) ^ r) & 6  # of the tokens of a word of M or L, but for bit 0
-        mask = select((differ >= s) & (differ < 2 * s), Int32(-1), Int32(0))
+        differ = (2 * c) ^ r  # of the tokens of a word of M or L, but for bit 0
+        mask = select((differ & 6) // s == 1, Int32(-1), Int32(0))
         is_left = ((2 * c) & s) != 0
-        start = 32 * place.half + ((2 * c) & (8 - 2 * s)) + s
+        start = 32 * place.half + 16 * block + ((2 * c) & (8 - 2 * s)) + s
         sums = place.view(gc, select(is_left, Int32(0), Int32(1)))
         sign = select(is_left, Int32(0), Int32(-2147450880))  # both sign bits
-        for block in range(2):
-            m, l = (load_words(x, BLOCK * block, 2 * block) for x in (M, L))
-            for eight in range(2):
-                anchor = self.anchor(gc, place, start + 16 * block + 8 * eight)
-                w0 = 4 * block + 2 * eight
-                f = [lane.either(w0 + w, sums, anchor[w], is_left) for w in range(2)]
-                kf = [scaled(lane.k[w0 + w], f[w]) for w in range(2)]
-                qf = [select(is_left, scaled(lane.q[w0 + w], f[w]), Int32(0)) for w in range(2)]
-                right_kf = [select(is_left, Int32(0), x) for x in kf]
-                m0, l0 = (x[3 * eight] & mask for x in (m, l))
-                a, y = accumulators(), accumulators()
-                step(a[0], right_kf, [m0])
-                step(y[0], qf + kf, [m0, l0])
-                for w in range(2):
-                    lane.add_left(w0 + w, f[w], kf[w] ^ sign, qf[w], result(a, w), result(y, w))
+        for eight in range(2):
+            cute.arch.sync_warp()
+            anchor = self.anchor(gc, place, start + 8 * eight)
+            two = range(2 * eight, 2 * eight + 2)
+            f = [lane.either(4 * block + w, sums, anchor[w % 2], is_left) for w in two]
+            kf = [scaled(k[w], f[w % 2]) for w in two]
+            qf = [select(is_left, scaled(q[w], f[w % 2]), Int32(0)) for w in two]
+            right_kf = [select(is_left, Int32(0), x) for x in kf]
+            m0, l0 = (x[3 * eight] & mask for x in (mw, lw))
+            a, y = accumulators(), accumulators()
+            step(a[0], right_kf, [m0])
+            step(y[0], qf + kf, [m0, l0])
+            for w in range(2):
+                at = 4 * block + 2 * eight + w
+                lane.add_left(at, f[w], kf[w] ^ sign, qf[w], result(a, w), result(y, w))
 
 
 # ---------------------------------------------------------------- words
@@ -353,6 +378,21 @@ def again(word, *, loc=None, ip=None):
     return Int32(out)
 
 
+@dsl_user_op
+def same(x, note, *, loc=None, ip=None):
+    """The Float32, as if new."""
+    out = llvm.inline_asm(
+        Float32.mlir_type,
+        [Float32(x).ir_value(loc=loc, ip=ip)],
+        f"mov.b32 $0, $1; // {note}",
+        "=f,f",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return Float32(out)
+
+
 def unpack(word):
     """The two fp32 values of a word of two bf16."""
     return [from_bits(word << 16), from_bits(word & Int32(-65536))]
@@ -364,11 +404,11 @@ def scaled(word, factors):
     return cute.recast_tensor(packed_bf16(values), Int32)[0]
 
 
-def load_words(rows, row_step, chunk_step):
+def load_words(rows, row_step, chunk_step, transpose=False):
     """The words of a 16 x 16 block of M or L: rows 0-7 and k 0-7, k 8-15, rows 8-15 likewise.  A
     chunk_step of 4 leads to the other half of the tokens, from either.
     """
-    loaded = cute.recast_tensor(rows.load(row_step, chunk_step), Int32)
+    loaded = cute.recast_tensor(rows.load(row_step, chunk_step, transpose=transpose), Int32)
     return [loaded[w] for w in range(4)]
 
 

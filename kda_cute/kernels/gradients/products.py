@@ -49,7 +49,9 @@ class Products:
         r, c = lane // 4, lane % 4
         for n in range(2):
             for i in range(2):
-                self.keep_decay(base, 2 * c + i == r, half, BLOCK * channels + 8 * n + r, acc[(i, n), 0, n])
+                self.keep_decay(
+                    base, 2 * c + i == r, half, BLOCK * channels + 8 * n + r, acc[(i, n), 0, n]
+                )
 
     @cute.jit
     def keep_decay(self, base, mine: Boolean, half: Int32, channel: Int32, total: Float32):

@@ -12,7 +12,9 @@ from ...factors import CHUNK as C
 from ...factors import HEAD_DIM as D
 from ...layouts.plan import Plan
 from ...layouts.variants import plan
+from ..budget import MMA_BF16, Budget, MmaRow, wgmma_bf16
 
+MMA_BF16_K8 = "HMMA.1688.F32.BF16"
 BLOCK = 16  # tokens, or channels, of one mma.sync
 STEPS = D // BLOCK
 WARPS, THREADS = 16, 512
@@ -66,6 +68,7 @@ class Row(enum.IntEnum):
     PAIRS = 6  # M_ij of i = j + 1 odd, at (i - 1) / 2, and L_ij, at 32 + (i - 1) / 2
     DBETA = 7  # and 8: halves, in v, of the sums over v
     DA = 9  # warps' parts of dA_log
+    SLOPE = 10  # of B by the raw beta
 
 
 class Gmem(NamedTuple):
@@ -129,3 +132,51 @@ class Copies(NamedTuple):
 def shared_memory(config: Config) -> Plan:
     """The kernel's plan."""
     return plan("gradients", config.layout, "bf16")
+
+
+def mma_account(config: Config) -> list[MmaRow]:
+    """Where the tensor-core instructions of a chunk are: every one is in the code once."""
+    blocks = 2  # of 16 tokens, of a warp
+    products = [
+        ("do S^T", wgmma_bf16(32), 4, D // 16),
+        ("U dS^T", wgmma_bf16(32), 4, D // 16),
+        ("dv S^T", wgmma_bf16(32), 4, D // 16),
+        ("dv = A^T dU", wgmma_bf16(64), 2, C // 16),
+        ("dM", wgmma_bf16(32), 2, D // 16),
+        ("dL", wgmma_bf16(16), 4, D // 16),
+        ("sum_v dS S", MMA_BF16, WARPS, C // BLOCK * 2),
+        # two blocks by two, two column tiles: a and y, or two operands of y
+        ("level 32, right", MMA_BF16, WARPS // 2, blocks * 2 * 2 * 2),
+        ("level 32, left", MMA_BF16, WARPS // 2, blocks * 2 * 2 * 2),
+        ("level 16", MMA_BF16, WARPS, 2 * 2 * 2),
+        ("level 8, right", MMA_BF16, WARPS, blocks),
+        ("level 8, left: a, y", MMA_BF16_K8, WARPS, blocks * 2),
+        ("levels 4, 2: y", MMA_BF16, WARPS, 2 * blocks * 2),
+        ("levels 4, 2: a", MMA_BF16_K8, WARPS, 2 * blocks * 2),
+    ]
+    return [MmaRow(*product) for product in products]
+
+
+def budget(config: Config) -> Budget:
+    """What the compiled kernel has to keep.
+
+    In products of 16 x 8 x 16, for 8 blocks of channels: dS^T S on the diagonal, 2 of 128 deep; of
+    pairs, three products of the 6 blocks below the diagonal, 2 each, of which M's serve rows and
+    columns and so are 4 products; on the diagonal level 8 takes one and two halves, levels 4 and 2
+    for each 8 tokens one and a half.  FFMA are left for norms, gates, and sums of products.
+    """
+    channels, blocks = D // BLOCK, C // BLOCK
+    return Budget(
+        threads=THREADS,
+        ctas=1,
+        plan=shared_memory(config),
+        mma=mma_account(config),
+        implied={
+            MMA_BF16: channels * (2 * STEPS + 6 * 4 * 2 + blocks * (1 + 2 * 2)),
+            MMA_BF16_K8: channels * blocks * (2 + 2 * 2),
+            wgmma_bf16(32): (3 * 2 * 2 + 2) * D // 16,
+            wgmma_bf16(64): 2 * C // 16,
+            wgmma_bf16(16): 4 * D // 16,
+        },
+        ffma=640,
+    )

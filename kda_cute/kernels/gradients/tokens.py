@@ -7,10 +7,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
-from ...device.math import sigmoid
+from ...device.math import LOG2E, exp2, sigmoid
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import packed_bf16, unpack_bf16
-from .schedule import NORM_EPS, THREADS, C, Chunk, D, Gmem, Options, Row
+from .schedule import NORM_EPS, THREADS, C, Chunk, Gmem, Options, Row
 
 PARTS = THREADS // C  # threads of a token
 
@@ -27,13 +27,17 @@ class Tokens:
         """b of the chunk's tokens; 0 past the end."""
         line = self.plan["rows"].view(base)
         if tid < C:
-            b = Float32(0)
+            b, slope = Float32(0), o.beta_scale
             if tid < at.rows:
                 b = Float32(m.beta[at.b, at.token + tid, at.h])
                 if o.beta_sigmoid != 0:
+                    z = exp2(-cute.math.absf(b) * LOG2E)
+                    s = cute.arch.rcp_approx(1.0 + z)
+                    slope = slope * (z * s * s)  # s (1 - s), without 1 - s
                     b = sigmoid(b)
                 b = b * o.beta_scale
             line[Row.B, tid] = b
+            line[Row.SLOPE, tid] = slope
 
     @cute.jit
     def norms(self, base, tid: Int32, o: Options):
@@ -92,7 +96,9 @@ class Tokens:
             self.store_four(out, at, row, part + 8 * j, packed_bf16(values))
 
     @cute.jit
-    def store_four(self, out: cute.Tensor, at: Chunk, row: Int32, piece: Int32, values: cute.Tensor):
+    def store_four(
+        self, out: cute.Tensor, at: Chunk, row: Int32, piece: Int32, values: cute.Tensor
+    ):
         if row < at.rows:
             line = out[at.b, at.token + row, at.h, None]
             cute.autovec_copy(values, cute.local_tile(line, (4,), (piece,)))
@@ -105,22 +111,19 @@ class Tokens:
             self.store_piece(m.dv, at, row, part + 8 * j, tile.load_piece(8 * j))
 
     @cute.jit
-    def store_piece(self, out: cute.Tensor, at: Chunk, row: Int32, piece: Int32, values: cute.Tensor):
+    def store_piece(
+        self, out: cute.Tensor, at: Chunk, row: Int32, piece: Int32, values: cute.Tensor
+    ):
         if row < at.rows:
             line = out[at.b, at.token + row, at.h, None]
             cute.autovec_copy(values, cute.local_tile(line, (8,), (piece,)))
 
     @cute.jit
-    def store_dbeta(self, m: Gmem, at: Chunk, base, tid: Int32, o: Options):
+    def store_dbeta(self, m: Gmem, at: Chunk, base, tid: Int32):
         """dbeta with respect to the raw beta."""
+        line = self.plan["rows"].view(base)
         if tid < at.rows:
-            line = self.plan["rows"].view(base)
-            db = line[Row.DBETA, tid] + line[Row.DBETA + 1, tid]
-            if o.beta_sigmoid != 0:
-                b = line[Row.B, tid]
-                db = db * (b * (1.0 - b * cute.arch.rcp_approx(o.beta_scale)))
-            else:
-                db = db * o.beta_scale
+            db = (line[Row.DBETA, tid] + line[Row.DBETA + 1, tid]) * line[Row.SLOPE, tid]
             m.dbeta[at.b, at.token + tid, at.h] = db.to(m.dbeta.element_type)
 
 

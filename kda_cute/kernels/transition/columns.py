@@ -56,9 +56,9 @@ class RowWords:
     Rows 8 apart are immediate offsets of each other, and so are tiles of the same shape.
     """
 
-    def __init__(self, tile, base, row, pair):
+    def __init__(self, tile, base, row, pair, stage=0):
         inside = cute.assume(2 * (pair % 4), divby=2)
-        rows = MatrixRows(tile, base, 0, row, pair // 4)
+        rows = MatrixRows(tile, base, stage, row, pair // 4)
         self.pitch = rows.row_pitch
         self.pointers = [rows.piece_pointer(0, r) + (inside + r * self.pitch) for r in range(8)]
         self.shift = 0
@@ -67,6 +67,12 @@ class RowWords:
         """The same words `rows` (a multiple of 8) further on."""
         moved = copy.copy(self)
         moved.shift = self.shift + rows * self.pitch
+        return moved
+
+    def in_next_stage(self, tile):
+        """The same words in the tile's next stage."""
+        moved = copy.copy(self)
+        moved.shift = self.shift + tile.stage_bytes // 2
         return moved
 
     def in_tile(self, old, new):

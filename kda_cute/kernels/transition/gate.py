@@ -5,6 +5,7 @@ of all but the first.
 """
 
 import enum
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +14,19 @@ from cutlass import Float32, Int32, const_expr
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import WarpMma, select, unpack_word, words
 from .columns import Columns, RowWords, falling, load_pair, store_pair
-from .schedule import BLOCK, BLOCKS, LOG2E, NORM_EPS, STEPS, C, Chunk, Factor, Gmem, Options
+from .schedule import (
+    BLOCK,
+    BLOCKS,
+    LEAST_B,
+    LOG2E,
+    NORM_EPS,
+    STEPS,
+    C,
+    Chunk,
+    Factor,
+    Gmem,
+    Options,
+)
 
 
 class Total(enum.IntEnum):
@@ -22,6 +35,17 @@ class Total(enum.IntEnum):
     WHOLE = 0
     FIRST = BLOCKS  # the first token's
     REST = 2 * BLOCKS  # all but the first token's
+
+
+class Inputs(NamedTuple):
+    """A thread's loads from global memory, as they came: its gates, the parameters of its channels
+    (None for a gate that has none), and beta of token tid.
+    """
+
+    g: cute.Tensor  # [2, 16]
+    rate: Float32
+    bias: list[Float32]
+    beta: Float32
 
 
 class Gate:
@@ -33,15 +57,13 @@ class Gate:
 
     # ------------------------------------------------------------ decays
     @cute.jit
-    def decays(self, m: Gmem, at: Chunk, base, own: Columns, lower_bound: Float32):
+    def decays(self, at: Chunk, base, own: Columns, raw: Inputs, lower_bound: Float32):
         """own.e, and the block's products to shared memory."""
-        raw = cute.make_rmem_tensor((2, BLOCK), m.g.element_type)
-        self.read(m, at, own, raw)
-        rate, bias = self.parameters(m, at, own.pair)
+        rate, bias = self.parameters(raw)
         for r in cutlass.range_constexpr(BLOCK):
-            x = [raw[i, r] for i in range(2)]
+            x = [raw.g[i, r] for i in range(2)]
             if const_expr(self.config.g == "bf16"):
-                x = unpack_word(words(raw[None, r])[0])
+                x = unpack_word(words(raw.g[None, r])[0])
             for i in cutlass.range_constexpr(2):
                 own.e[i, r] = exp2(self.activate(x[i], rate, bias[i], lower_bound))
         if at.rows < C:
@@ -58,8 +80,18 @@ class Gate:
             totals, own.block + Total.WHOLE, own.pair, [rest[i] * first[i] for i in range(2)]
         )
 
+    def read(self, m, at, own, tid) -> Inputs:
+        """Issue all loads before anything waits for one; past the end, of the last token."""
+        raw = cute.make_rmem_tensor((2, BLOCK), m.g.element_type)
+        self.read_gates(m, at, own, raw)
+        beta = m.beta[at.b, at.token + cutlass.min(tid, at.rows - 1), at.h]
+        rate, bias = None, [None, None]
+        if self.config.gate != "log":
+            rate, bias = m.A_log[at.h], [m.dt_bias[at.h, 2 * own.pair + i] for i in range(2)]
+        return Inputs(raw, rate, bias, beta)
+
     @cute.jit
-    def read(self, m: Gmem, at: Chunk, own: Columns, raw: cute.Tensor):
+    def read_gates(self, m: Gmem, at: Chunk, own: Columns, raw: cute.Tensor):
         """The thread's raw gates; rows past the end repeat the last one."""
         first = BLOCK * own.block
         if at.rows == C:
@@ -75,16 +107,15 @@ class Gate:
                 line = cute.local_tile(m.g[at.b, at.token + row, at.h, None], (2,), (own.pair,))
                 cute.autovec_copy(line, raw[None, r])
 
-    def parameters(self, m, at, pair):
+    def parameters(self, raw):
         """(rate, bias of the thread's two channels), as `activate` wants them."""
-        if const_expr(self.config.gate == "log"):
+        if self.config.gate == "log":
             return Float32(LOG2E), [Float32(0)] * 2
-        bias = [m.dt_bias[at.h, 2 * pair + i] for i in range(2)]
-        rate = exp2(m.A_log[at.h] * LOG2E)
-        if const_expr(self.config.gate == "safe"):
+        rate = exp2(raw.rate * LOG2E)
+        if self.config.gate == "safe":
             rate = -rate * LOG2E
-            return rate, [x * rate for x in bias]
-        return -rate, [x * LOG2E for x in bias]
+            return rate, [x * rate for x in raw.bias]
+        return -rate, [x * LOG2E for x in raw.bias]
 
     def activate(self, x, rate, bias, lower_bound):
         """log2 of the decay."""
@@ -114,17 +145,17 @@ class Gate:
                 line[r] = rows.load(r)
 
     @cute.jit
-    def activate_beta(self, m: Gmem, at: Chunk, base, tid: Int32, o: Options):
-        """b of the chunk's tokens; 0 past the end."""
+    def activate_beta(self, at: Chunk, base, raw: Inputs, tid: Int32, o: Options):
+        """b of the chunk's tokens; 0 past the end.  The backward pass wants it nowhere 0 inside."""
         line = self.plan["factors"].view(base)
         if tid < C:
-            b = Float32(0)
-            if tid < at.rows:
-                b = Float32(m.beta[at.b, at.token + tid, at.h])
-                if o.beta_sigmoid != 0:
-                    b = cute.arch.rcp_approx(1.0 + exp2(b * -LOG2E))
-                b = b * o.beta_scale
-            line[Factor.B, tid] = b
+            b = Float32(raw.beta)
+            if o.beta_sigmoid != 0:
+                b = cute.arch.rcp_approx(1.0 + exp2(b * -LOG2E))
+            b = b * o.beta_scale
+            if const_expr(self.config.backward):
+                b = select(b == 0.0, Float32(LEAST_B), b)
+            line[Factor.B, tid] = select(tid < at.rows, b, Float32(0))
 
     @cute.jit
     def norms(self, m: Gmem, at: Chunk, base, warp: Int32, lane: Int32, o: Options):

@@ -6,64 +6,88 @@ when keys are alike; nothing here is larger than the inverse itself.
 
 Inside a block of 16 a warp holds X and X^T as operands, so that products feed each other without
 leaving the registers: an accumulator is an A operand as it stands, and the B operand of a matrix is
-the accumulator of its transpose.  The two steps between blocks go through shared memory, in place.
+the accumulator of its transpose.  The step between two blocks goes through shared memory, in place.
+The last one leaves as A = X diag(b) in bf16.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import (
     WarpMma,
     block_a,
     block_values,
+    packed_bf16,
     pairs_along_columns,
     pairs_along_rows,
     select,
     store_pair,
     transposed_a,
 )
-from .schedule import BLOCK, GROUP, NamedBar
+from .schedule import BLOCK, PAIR, Factor, NamedBar
 
 
 class Inverse:
-    """Code of four warps; the tile `L` becomes X."""
+    """Code of warps 0 and 1 of each warpgroup, for its half of the tokens, then of warps 2 and 3."""
 
     def __init__(self, config, plan):
         self.plan = plan
         self.mma = WarpMma("tf32")
 
     @cute.jit
-    def run(self, base, warp: Int32, lane: Int32):
-        """L -> X in place."""
+    def half(self, base, group: Int32, part: Int32, lane: Int32):
+        """The inverse of a half's 32 x 32 block of I + L, in place of L, by warps `part` 0 and 1."""
         tile = self.plan["L"].view(base)
-        self.store(tile, warp, warp, self.diagonal(tile, warp, lane), lane)
-        self.barrier()
-        if warp < 2:
-            low, high = 2 * warp, 2 * warp + 1
+        low, high = 2 * group, 2 * group + 1
+        self.store(tile, low + part, low + part, self.diagonal(tile, low + part, lane), lane)
+        cute.arch.barrier(barrier_id=NamedBar.PAIR + group, number_of_threads=PAIR)
+        if part == 0:
             product = self.times(
                 self.times(self.rows(tile, high, high, lane), self.columns(tile, high, low, lane)),
                 self.columns(tile, low, low, lane),
             )
             self.store(tile, high, low, [-x for x in product], lane)
-        else:  # X above the diagonal, as far as the last step reads it
-            low = 2 * (warp - 2)
-            self.store(tile, low, low + 1, [Float32(0)] * 8, lane)
-        self.barrier()
-        i, j = 2 + warp // 2, warp % 2
+
+    @cute.jit
+    def corner(self, base, i: Int32, j: Int32, lane: Int32):
+        """Block (i, j) of A below the halves: i is 2 or 3, j is 0 or 1."""
+        tile = self.plan["L"].view(base)
         total = self.mma.accumulators(1, 2)
         for b in cutlass.range_constexpr(2):
-            part = self.mma.accumulators(1, 2)
-            for a in cutlass.range_constexpr(2, 4):
-                self.add(part, self.rows(tile, i, a, lane), self.columns(tile, a, b, lane))
-            self.add(total, block_values(part, 0, 0), self.columns(tile, b, j, lane))
-        self.barrier()  # everyone has read L
-        self.store(tile, i, j, [-x for x in block_values(total, 0, 0)], lane)
+            if b >= j:  # X is 0 above its diagonal
+                self.add_column(total, tile, i, j, b, lane)
+        b_line = self.plan["factors"].view(base)[Factor.B, None]
+        values = block_values(total, 0, 0)
+        r, c = lane // 4, lane % 4
+        for s in cutlass.range_constexpr(2):
+            b = cute.make_rmem_tensor((2,), Float32)
+            cute.autovec_copy(cute.local_tile(b_line, (2,), (8 * j + 4 * s + c,)), b)
+            for half in cutlass.range_constexpr(2):
+                e = 2 * half + 4 * s
+                row = BLOCK * i + r + 8 * half
+                at = MatrixRows(self.plan["A"], base, 0, row, 2 * j + s).piece_pointer()
+                at = cute.make_tensor(at + cute.assume(2 * c, divby=2), cute.make_layout(2))
+                cute.autovec_copy(packed_bf16([-values[e + n] * b[n] for n in range(2)]), at)
+
+    @cute.jit
+    def add_column(
+        self, total: cute.Tensor, tile: cute.Tensor, i: Int32, j: Int32, b: cutlass.Constexpr,
+        lane: Int32,
+    ):  # fmt: skip
+        """total += (sum_a X_ia L_ab) X_bj."""
+        inner = self.mma.accumulators(1, 2)
+        self.add(inner, self.rows(tile, i, 2, lane), self.columns(tile, 2, b, lane))
+        if i == 3:
+            self.add(inner, self.rows(tile, i, 3, lane), self.columns(tile, 3, b, lane))
+        self.add(total, block_values(inner, 0, 0), self.columns(tile, b, j, lane))
 
     def diagonal(self, tile, block, lane):
         """The inverse of I + L for one block of 16; whatever L holds above its diagonal is ignored.
 
-        Of a matrix's 8 values, 0, 1 and 6, 7 lie in its diagonal squares of 8, 2 and 3 below.
+        Of a matrix's 8 values, 0, 1 and 6, 7 lie in its diagonal squares of 8, 2 and 3 below.  A 0 that is
+        known while tracing is a number of Python's.
         """
         L, Lt = self.rows(tile, block, block, lane), self.columns(tile, block, block, lane)
         row, col = lane // 4, 2 * (lane % 4)
@@ -71,7 +95,7 @@ class Inverse:
 
         def corner(values, s, lower):
             """The entries of level s in the squares of 8 of L, or of L^T."""
-            out = [zero] * 8
+            out = [0.0] * 8
             for i in range(2):
                 differ = row ^ (col + i)
                 side = row > col + i if lower else row < col + i
@@ -83,7 +107,7 @@ class Inverse:
         def first(values, lower):
             """I - L_1: the inverse of squares of 2."""
             unit = [select(row == col + i, one, zero) for i in range(2)]
-            unit = [*unit, zero, zero, zero, zero, *unit]
+            unit = [*unit, 0.0, 0.0, 0.0, 0.0, *unit]
             return [x - y for x, y in zip(unit, corner(values, 1, lower), strict=True)]
 
         X, Xt = first(L, True), first(Lt, False)
@@ -95,11 +119,11 @@ class Inverse:
             Xt = [x - y for x, y in zip(Xt, Yt, strict=True)]
         # L_8 is the square below the diagonal ones
         part = self.mma.accumulators(1, 1)
-        below = [zero, zero, Lt[4], Lt[5]]
+        below = [0.0, 0.0, Lt[4], Lt[5]]
         self.mma.step(part, 0, 0, self.mma.operand_a(X), self.mma.operand_b(below), (1,))
         total = self.mma.accumulators(1, 1)
-        left = [zero, zero, part[2], part[3], zero, zero, zero, zero]
-        right = self.mma.operand_b([Xt[0], Xt[1], zero, zero])
+        left = [0.0, 0.0, part[2], part[3], 0.0, 0.0, 0.0, 0.0]
+        right = self.mma.operand_b([Xt[0], Xt[1], 0.0, 0.0])
         self.mma.step(total, 0, 0, self.mma.operand_a(left), right, (0,))
         X[2], X[3] = -total[2], -total[3]
         return X
@@ -111,7 +135,8 @@ class Inverse:
         for n in range(2):
             right = self.mma.operand_b([bt[e + 2 * n + 4 * s] for s in range(2) for e in range(2)])
             self.mma.step(acc, 0, n, left, right, (n,))
-        return block_values(acc, 0, 0)
+        values = block_values(acc, 0, 0)
+        return [*values[:2], 0.0, 0.0, 0.0, 0.0, *values[6:]]
 
     # ------------------------------------------------------------ 16 x 16 matrices, 8 values a lane
     def times(self, a, bt):
@@ -144,7 +169,3 @@ class Inverse:
     @staticmethod
     def block(tile, i, j):
         return cute.local_tile(tile, (BLOCK, BLOCK), (i, j))
-
-    @staticmethod
-    def barrier():
-        cute.arch.barrier(barrier_id=NamedBar.INVERT, number_of_threads=GROUP)

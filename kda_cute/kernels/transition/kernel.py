@@ -7,12 +7,17 @@ One CTA makes the factors of one (chunk, head), in steps:
     gather    k and q to registers; norms of k and q
     pairs     L = b tril(kn_i . kn_j e^(gc_i - gc_j), -1) and mqk: wgmma, dyadic factors
     tiles     kd = kn e^gc, qd = scale qn e^gc, kr = kn e^(gT - gc)
-    invert    warps 0-3: X = (I + L)^-1 in tf32
+    invert    X = (I + L)^-1 in tf32: half the tokens by warps 0 and 1 of each warpgroup, before their
+              tiles; what joins the halves by warps 2 and 3, after theirs
     publish   A = X diag(b) in bf16
     multiply  wgmma: w = A kd (warpgroup 0), u = A v (warpgroup 1)
-    store     TMA: w, u, kr, qd, mqk
+    store     TMA: kr, qd and mqk as soon as they are there, then w and u
 
-Two CTAs fit an SM, so that one computes while the other waits.  Tiles change their meaning in place:
+The backward form makes A in place of u: no v, and the warpgroups share w.
+
+Two CTAs fit an SM, so that one computes while the other waits.  A CTA that has issued its loads asks
+L2 for those of a CTA that starts later, of the same head some chunks on: a guess, which never
+matters for the results.  Tiles change their meaning in place:
 kd becomes w, v becomes u, L becomes X.  Rows past the sequence's end are zeroed in shared memory as
 they arrive.
 """
@@ -29,14 +34,17 @@ from ...device import tma
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import packed_bf16, select
-from ...layouts.variants import plan
 from .columns import Columns, load_four
 from .gate import Gate
 from .inverse import Inverse
 from .pairs import Pairs
 from .schedule import (
+    AHEAD,
     BLOCK,
+    CTAS,
     GROUP,
+    L2_LINE,
+    STORING,
     THREADS,
     Bar,
     C,
@@ -47,6 +55,7 @@ from .schedule import (
     Gmem,
     NamedBar,
     Options,
+    shared_memory,
 )
 from .tiles import Tiles
 
@@ -56,12 +65,24 @@ class Copies(NamedTuple):
 
     k: tma.Tma
     q: tma.Tma
-    v: tma.Tma
+    v: tma.Tma  # or None
     w: tma.Tma
-    u: tma.Tma
+    u: tma.Tma  # backward: of A
     kr: tma.Tma
     qd: tma.Tma
     mqk: tma.Tma
+
+
+class Grid(NamedTuple):
+    """What the host knows of the grid: a CTA is (slot, head), heads first.
+
+    heads: divisor; chunks: of a dense sequence, divisor; ahead: tokens between a CTA's chunk and the
+    one of the same head that it prefetches.
+    """
+
+    heads: cute.FastDivmodDivisor
+    chunks: cute.FastDivmodDivisor
+    ahead: Int32
 
 
 class Transition:
@@ -69,7 +90,7 @@ class Transition:
 
     def __init__(self, config: Config):
         self.config = config
-        self.plan = plan("transition", config.layout, "bf16")
+        self.plan = shared_memory(config)
         self.gate = Gate(config, self.plan)
         self.pairs, self.tiles = Pairs(config, self.plan), Tiles(self.plan)
         self.inverse = Inverse(config, self.plan)
@@ -77,7 +98,7 @@ class Transition:
     # ------------------------------------------------------------ launch
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
+        self, q: cute.Tensor, k: cute.Tensor, v, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
         w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, u: cute.Tensor, mqk: cute.Tensor,
         qk: cute.Tensor, eg: cute.Tensor,
@@ -89,27 +110,40 @@ class Transition:
         tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
         tiles = {"w": "kd", "u": "v", "kr": "kr", "qd": "qd", "mqk": "mqk"}
+        if const_expr(self.config.backward):
+            tiles["u"] = "A"
         copies = Copies(
-            *(tma.make_load(tokens(getattr(m, name)), self.plan[name]) for name in ("k", "q", "v")),
+            *(
+                None
+                if const_expr(getattr(m, name) is None)
+                else tma.make_load(tokens(getattr(m, name)), self.plan[name])
+                for name in ("k", "q", "v")
+            ),
             *(
                 tma.make_store(chunks(getattr(m, name)), self.plan[tile])
                 for name, tile in tiles.items()
             ),
         )
-        self.kernel(m, copies, options).launch(
-            grid=(w.shape[0] * q.shape[2], 1, 1),
+        T, H = q.shape[1], q.shape[2]
+        grid = Grid(
+            cute.FastDivmodDivisor(H),
+            cute.FastDivmodDivisor(cutlass.max((T + C - 1) // C, 1)),
+            (AHEAD + H - 1) // H * C,
+        )
+        self.kernel(m, copies, options, grid).launch(
+            grid=(w.shape[0] * H, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=CTAS,
             preferred_smem_carveout=100,  # percent; the default asks a driver while compiling
         )
 
     @cute.kernel
-    def kernel(self, m: Gmem, copies: Copies, options: Options):
+    def kernel(self, m: Gmem, copies: Copies, options: Options, grid: Grid):
         base = cutlass.memory.SmemAllocator().allocate(self.plan.total_bytes, 1024)
         bars = self.plan["barriers"].view(base).iterator
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = self.find_chunk(m)
+        at = self.find_chunk(m, grid)
         if at.rows > 0:
             if warp == 0:
                 with cute.arch.elect_one():
@@ -117,22 +151,46 @@ class Transition:
                         cute.arch.mbarrier_init(bars + bar, 1)
                 cute.arch.mbarrier_init_fence()
                 self.load(copies, at, base, bars)
-            self.run(m, copies, options, at, base, bars, warp)
+            self.run(m, copies, options, grid, at, base, bars, warp)
 
     def load(self, copies, at, base, bars):
         """Issue the copies of k and q, and of v."""
         nbytes = self.plan["k"].copy_bytes
-        for bar, names in ((Bar.QK, ("k", "q")), (Bar.V, ("v",))):
+        groups = [(Bar.QK, ("k", "q")), (Bar.V, ("v",))]
+        for bar, names in groups[:1] if self.config.backward else groups:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bars + bar, len(names) * nbytes)
             for name in names:
                 copy = getattr(copies, name)
-                tokens = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
-                block = cute.local_tile(tokens, (C, D), (0, 0))
+                block = self.block(copy, at, at.token)
                 tma.load(copy, block, self.plan[name].view(base), bars + bar)
 
+    @staticmethod
+    def block(copy, at, token):
+        """The [64, 128] block of q, k or v that starts at a token."""
+        tokens = cute.domain_offset((token, 0), copy.tensor[None, None, at.h, at.b])
+        return cute.local_tile(tokens, (C, D), (0, 0))
+
     @cute.jit
-    def run(self, m: Gmem, copies: Copies, o: Options, at: Chunk, base, bars, warp: Int32):
+    def prefetch(
+        self, m: Gmem, copies: Copies, grid: Grid, at: Chunk, base, warp: Int32, tid: Int32
+    ):
+        """What a later CTA will load, to L2."""
+        token = at.token + grid.ahead
+        if token < m.q.shape[1]:
+            if warp == 1:
+                for name in ("k", "q") if self.config.backward else ("k", "q", "v"):
+                    copy = getattr(copies, name)
+                    tma.prefetch(copy, self.block(copy, at, token), self.plan[name].view(base))
+            lines = D * m.g.element_type.width // (8 * L2_LINE)  # of a token's gates
+            row = token + tid // lines
+            if (tid < C * lines) & (row < m.q.shape[1]):
+                tma.prefetch_line(m.g[at.b, row, at.h, None].iterator + tid % lines * (D // lines))
+
+    @cute.jit
+    def run(
+        self, m: Gmem, copies: Copies, o: Options, grid: Grid, at: Chunk, base, bars, warp: Int32
+    ):
         """The steps."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
@@ -143,13 +201,16 @@ class Transition:
             cute.make_rmem_tensor((BLOCK,), Int32),
             cute.make_rmem_tensor((BLOCK,), Int32),
         )
-        self.gate.activate_beta(m, at, base, tid, o)
+        raw = self.gate.read(m, at, own, tid)
+        self.prefetch(m, copies, grid, at, base, warp, tid)
         self.clear(base, tid)
-        self.gate.decays(m, at, base, own, o.lower_bound)
+        self.gate.decays(at, base, own, raw, o.lower_bound)
+        self.gate.activate_beta(at, base, raw, tid, o)
         cute.arch.sync_threads()  # totals, b, mbarriers
         cute.arch.mbarrier_wait(bars + Bar.QK, 0)
         if at.rows < C:
-            cute.arch.mbarrier_wait(bars + Bar.V, 0)
+            if const_expr(not self.config.backward):
+                cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.zero_tail(at, base, tid)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
@@ -158,23 +219,34 @@ class Transition:
         self.gate.store_total(m, at, base, own)
         cute.arch.sync_threads()  # factors; k and q were read
         self.pairs.run(base, own, warp, lane, tid)
+        group, part = warp // 4, warp % 4
+        if part < 2:
+            self.inverse.half(base, group, part, lane)
+            cute.arch.barrier_arrive(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
         self.tiles.run(base, own)
         cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk
-        if warp < 4:
-            self.inverse.run(base, warp, lane)
-        cute.arch.sync_threads()  # X, kd, qd, kr
-        if warp == 7:
+        if warp == STORING:
+            cute.arch.barrier(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
             for name in ("kr", "qd", "mqk"):
                 self.store(getattr(copies, name), self.plan[name], at, base)
             cute.arch.cp_async_bulk_commit_group()
-        self.publish(base, tid)
+        else:
+            cute.arch.barrier_arrive(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
+        if part < 2:
+            self.publish(base, group, part, lane)
+        else:
+            cute.arch.barrier(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
+            self.inverse.corner(base, 2 + group, part - 2, lane)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()  # A
-        if warp < 4:
-            self.multiply("kd", copies.w, at, base, warp, tid)
+        if const_expr(self.config.backward):
+            self.multiply("kd", copies.w, at, base, warp, tid, 2)
+            self.store_from_first(copies.u, self.plan["A"], at, base, warp)
+        elif warp < 4:
+            self.multiply("kd", copies.w, at, base, warp, tid, 1)
         else:
             cute.arch.mbarrier_wait(bars + Bar.V, 0)
-            self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP)
+            self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP, 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     # ------------------------------------------------------------ steps
@@ -198,30 +270,34 @@ class Transition:
             self.zero(base, i // D, i % D)
 
     def zero(self, base, row, col):
-        for name in ("k", "q", "v"):
+        for name in ("k", "q") if self.config.backward else ("k", "q", "v"):
             self.plan[name].view(base)[row, col] = BFloat16(0)
 
     @cute.jit
-    def publish(self, base, tid: Int32):
-        """A = X diag(b) in bf16; a thread has a row's 16 columns of one block.  Above the diagonal
-        blocks X was never written.
+    def publish(self, base, group: Int32, part: Int32, lane: Int32):
+        """A = X diag(b) in bf16, inside a half: a lane has a row's 16 columns of one block.  Warp 0
+        takes the lower block row, which it made; X above the diagonal blocks was never written.
         """
-        row, part = tid // 4, tid % 4
+        cute.arch.sync_warp()
+        i, j = 1 - part, lane // BLOCK
+        row, block = C // 2 * group + BLOCK * i + lane % BLOCK, 2 * group + j
         X, b = self.plan["L"].view(base), self.plan["factors"].view(base)
-        out = MatrixRows(self.plan["A"], base, 0, row, 2 * part)
-        inside = part <= row // BLOCK
-        for j in cutlass.range_constexpr(2):
+        for n in cutlass.range_constexpr(2):
             x, f = (
-                load_four(line, 4 * part + 2 * j) + load_four(line, 4 * part + 2 * j + 1)
+                load_four(line, 4 * block + 2 * n) + load_four(line, 4 * block + 2 * n + 1)
                 for line in (X[row, None], b[Factor.B, None])
             )
-            values = [select(inside, y * z, Float32(0)) for y, z in zip(x, f, strict=True)]
-            out.store_piece(packed_bf16(values), j)
+            values = [select(j <= i, y * z, Float32(0)) for y, z in zip(x, f, strict=True)]
+            MatrixRows(self.plan["A"], base, 0, row, 2 * block).store_piece(packed_bf16(values), n)
+        if group == 0:
+            for n in cutlass.range_constexpr(2):
+                above = MatrixRows(self.plan["A"], base, 0, row, C // 16 + 2 * j)
+                above.store_piece(packed_bf16([Float32(0)] * 8), n)
 
-    def multiply(self, name, copy, at, base, warp, tid):
-        """A times the tile `name`, into its place and out."""
+    def multiply(self, name, copy, at, base, warp, tid, groups):
+        """A times the tile `name`, into its place and out, by one or two warpgroups."""
         tile = self.plan[name]
-        mma = wg.tiled_mma("K", "MN", D)
+        mma = wg.tiled_mma("K", "MN", D // groups, groups=(1, groups))
         acc = wg.accumulator(mma, C, D)
         a = wg.operand_a(mma, tid, self.plan["A"].view(base))
         b = wg.operand_b(mma, tid, tile.view(base, transposed=True))
@@ -229,11 +305,11 @@ class Transition:
         warpgroup.wait_group(0)
         rounded = cute.make_rmem_tensor(acc.shape, BFloat16)
         rounded.store(acc.load().to(BFloat16))
-        bar = NamedBar.PRODUCT + (name == "v")
-        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP)  # all four warps' products ended
+        bar = NamedBar.GROUP + (name == "v")
+        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP * groups)  # all products ended
         wg.store_matrix(mma, tid, rounded, tile.view(base))
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP * groups)
         self.store_from_first(copy, tile, at, base, warp)
 
     @cute.jit
@@ -250,11 +326,11 @@ class Transition:
 
     # ------------------------------------------------------------ which chunk
     @cute.jit
-    def find_chunk(self, m: Gmem):
+    def find_chunk(self, m: Gmem, grid: Grid):
         """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""
         block, _, _ = cute.arch.block_idx()
-        T, H = m.q.shape[1], m.q.shape[2]
-        slot, h = block // H, block % H
+        T = m.q.shape[1]
+        slot, h = divmod(block, grid.heads)
         b, token, rows = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.varlen):
             n = self.find_sequence(m, slot)
@@ -264,9 +340,8 @@ class Transition:
                 token = first + chunk * C
                 rows = cutlass.max(cutlass.min(last - token, C), 0)
         else:
-            chunks = (T + C - 1) // C
-            b = slot // chunks
-            token = slot % chunks * C
+            b, chunk = divmod(slot, grid.chunks)
+            token = chunk * C
             rows = cutlass.min(T - token, C)
         return Chunk(b, token, rows, slot, h)
 
@@ -325,6 +400,8 @@ def trace(config: Config):
         )
     tokens = [strided(BFloat16, B, T, H, D) for _ in range(3)]
     wide = [compact(BFloat16, slots, H, C, D) for _ in range(4)]
+    if config.backward:
+        tokens[2], wide[3] = None, compact(BFloat16, slots, H, C, C)
     arguments = (
         *tokens, strided(types[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
         *wide, compact(BFloat16, slots, H, C, C), compact(Float32, slots, H, C), compact(Float32, slots, H, D),

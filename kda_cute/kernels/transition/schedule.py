@@ -18,15 +18,21 @@ STEPS = D // 16  # k steps of mma.sync
 BLOCKS = C // BLOCK
 WARPS, THREADS = 8, 256
 GROUP = 128  # threads of a warpgroup
-LEVELS = (32, 16, 8, 4, 2, 1)  # of the dyadic scheme
+PAIR = 64  # of two warps
+LEVELS = ((1, 32), (16, 8), (4, 2))  # of the dyadic scheme, as they are multiplied
 LOG2E = 1.4426950408889634
 NORM_EPS = 1e-6
+LEAST_B = 2.0**-60  # of a token whose b is 0, in the backward form
+CTAS = 2  # that share an SM
+STORING = 5  # the warp that copies kr, qd and mqk out: inverts little, and has no corner
+AHEAD = 132  # a CTA prefetches for one that starts at least so many later
+L2_LINE = 128  # bytes of a prefetch
 
 
 @dataclass(frozen=True)
 class Config:
     """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
-    varlen: packed sequences.
+    varlen: packed sequences; backward: A instead of u, see `kda_cute.factors`.
     """
 
     g: str = "f32"
@@ -34,6 +40,7 @@ class Config:
     beta: str = "f32"
     varlen: bool = False
     layout: str = "default"
+    backward: bool = False
 
 
 class Bar(enum.IntEnum):
@@ -44,10 +51,14 @@ class Bar(enum.IntEnum):
 
 
 class NamedBar(enum.IntEnum):
-    """Named barriers: of the warps that invert, of the two products."""
+    """Named barriers: of a warpgroup; of the two warps that invert a half; X of both halves is there;
+    kr, qd and mqk are.
+    """
 
-    INVERT = 1
-    PRODUCT = 2  # and 3
+    GROUP = 1  # and 2
+    PAIR = 3  # and 4
+    HALVES = 5
+    TILES = 6
 
 
 class Factor(enum.IntEnum):
@@ -64,7 +75,7 @@ class Gmem(NamedTuple):
 
     q: cute.Tensor  # [B, T, H, 128] bf16
     k: cute.Tensor
-    v: cute.Tensor
+    v: cute.Tensor  # or None
     g: cute.Tensor  # [B, T, H, 128] bf16 or f32
     beta: cute.Tensor  # [B, T, H]
     A_log: cute.Tensor  # [H] f32, or None
@@ -73,7 +84,7 @@ class Gmem(NamedTuple):
     w: cute.Tensor  # [slots, H, 64, 128] bf16
     kr: cute.Tensor
     qd: cute.Tensor
-    u: cute.Tensor
+    u: cute.Tensor  # backward: A [slots, H, 64, 64]
     mqk: cute.Tensor  # [slots, H, 64, 64] bf16
     qk: cute.Tensor  # [slots, H, 64] f32
     eg: cute.Tensor  # [slots, H, 128] f32
@@ -101,7 +112,11 @@ class Chunk(NamedTuple):
 
 def shared_memory(config: Config) -> Plan:
     """The kernel's plan."""
-    return plan("transition", config.layout, "bf16")
+    return plan("transition", config.layout, "bf16", backward=config.backward)
+
+
+# The corner of X: warps that run each product of -X21 = sum_b (sum_a X_ia L_ab) X_bj.
+CORNER = {"X L_20": 2, "X L_30": 1, "(X L) X_0": 2, "X L_21": 4, "X L_31": 2, "(X L) X_1": 4}
 
 
 def mma_account(config: Config) -> list[MmaRow]:
@@ -114,33 +129,45 @@ def mma_account(config: Config) -> list[MmaRow]:
     square = 4
     products = [
         ("norms", MMA_BF16, WARPS, 2 * STEPS),
-        *((f"level {s}", wgmma_bf16(C // 2), 1, STEPS) for s in LEVELS),
+        *((f"levels {a} and {b}", wgmma_bf16(BLOCK + max(b, BLOCK)), 2, STEPS) for a, b in LEVELS),
         ("X, X^T of a block", MMA_TF32, 4, 2 * 4 * 2 - 2 + 2),
         ("X of two blocks", MMA_TF32, 2, 2 * square),
-        ("X of four blocks", MMA_TF32, 4, (2 * 2 + 2) * square),
-        ("w = A kd", wgmma_bf16(D), 1, C // 16),
-        ("u = A v", wgmma_bf16(D), 1, C // 16),
+        *(
+            (f"X of four blocks, {product}", MMA_TF32, warps, square)
+            for product, warps in CORNER.items()
+        ),
+        *product_rows(config),
     ]
     return [MmaRow(*product) for product in products]
+
+
+def product_rows(config: Config) -> list[tuple]:
+    """Rows of the account for what A multiplies: a warpgroup each, or half of w each."""
+    steps = C // 16
+    if config.backward:
+        return [("w = A kd", wgmma_bf16(D // 2), 2, steps)]
+    return [(product, wgmma_bf16(D), 1, steps) for product in ("w = A kd", "u = A v")]
 
 
 def budget(config: Config) -> Budget:
     """What the compiled kernel has to keep.
 
-    A level is a product [64, 128] [128, 32]; rows of k and q meet themselves and each other in
-    blocks of 8.  In instructions, the inverse takes 16 in each block of 16, 8 below it in pairs of
-    blocks, and 4 x 6 in the corner of four.  FFMA are left for gates.
+    Two levels of a half are a product [64, 128] [128, 32], or 48 with level 32; rows of k and q meet
+    themselves and each other in blocks of 8.  In instructions, the inverse takes 16 in each block
+    of 16, 8 below it in pairs of blocks, and 4 in each of the 6 + 4 + 3 + 2 products of the corner of
+    four.  FFMA are left for gates.
     """
     return Budget(
         threads=THREADS,
-        ctas=2,
+        ctas=CTAS,
         plan=shared_memory(config),
         mma=mma_account(config),
         implied={
             MMA_BF16: 2 * (C // 8) * STEPS,
-            MMA_TF32: 4 * 16 + 2 * 8 + 4 * 4 * 6,
-            wgmma_bf16(C // 2): len(LEVELS) * STEPS,
-            wgmma_bf16(D): 2 * C // 16,
+            MMA_TF32: 4 * 16 + 2 * 8 + 4 * (6 + 4 + 3 + 2),
+            wgmma_bf16(32): 2 * 2 * STEPS,
+            wgmma_bf16(48): 2 * STEPS,
+            wgmma_bf16(D // 2 if config.backward else D): 2 * C // 16,
         },
         ffma=256,
     )

@@ -1,0 +1,172 @@
+"""The backward pass of `chunk_kda` on kernels: the order of its stages, and their buffers.
+
+    transition    (q, k, g, beta)              -> factors of every chunk, A in place of u
+    reverse scan  (factors, do, dS_T)          -> dS and dU per chunk, dS_0
+    gradients     (inputs, S, dS, U, dU, A)    -> dq, dk, dv, dg, dbeta, partial dA_log and ddt_bias
+    sums over chunks of the partial ones, in a fixed order
+
+Bytes per token and head while it runs, beside inputs, states and gradients: 1,036 for the factors
+(w, kr, qd 256 each, A, mqk 128 each, qk 4, eg 8), 768 for dS and dU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import compile as kernel_compile
+from . import forward
+from .factors import CHUNK, slot_count
+from .forward import GATES, NAMES, load, low_words
+from .problem import Problem, addressable
+
+
+class Gradients(NamedTuple):
+    """Of a Problem's first eight tensors, in their shapes and dtypes but for what is said here:
+    dA_log [H] and ddt_bias [H, 128] fp32, None for gate "log"; dinitial_state fp32 or None.
+    """
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dg: torch.Tensor
+    dbeta: torch.Tensor
+    dA_log: torch.Tensor | None
+    ddt_bias: torch.Tensor | None
+    dinitial_state: torch.Tensor | None
+
+
+# ---------------------------------------------------------------- kernels
+def reverse_spec(
+    groups: int, varlen: bool, dfinal: str, dinitial: bool
+) -> kernel_compile.KernelSpec:
+    """The compile spec of one configuration of the reverse scan."""
+    from .kernels import scan
+
+    config = scan.ReverseConfig(groups, varlen, dfinal, dinitial)
+    return kernel_compile.KernelSpec("scan", config, functools.partial(scan.trace, config))
+
+
+def gradients_spec(g: str, gate: str, beta: str, varlen: bool) -> kernel_compile.KernelSpec:
+    """The compile spec of one configuration of the gradients."""
+    from .kernels import gradients
+
+    config = gradients.Config(g, gate, beta, varlen)
+    return kernel_compile.KernelSpec(
+        "gradients", config, functools.partial(gradients.trace, config)
+    )
+
+
+def backward_specs() -> list[kernel_compile.KernelSpec]:
+    """Every configuration that a backward of `chunk_kda` can ask for, beside those of the forward."""
+    types, flags = ("bf16", "f32"), (False, True)
+    inputs = list(itertools.product(types, GATES, types, flags))
+    return [
+        *(forward.transition_spec(*x, backward=True) for x in inputs),
+        *(reverse_spec(*x) for x in itertools.product((1, 2), flags, ("none", *types), flags)),
+        *(gradients_spec(*x) for x in inputs),
+    ]
+
+
+@functools.cache
+def _reverse_scan(groups, varlen, dfinal, dinitial) -> Callable:
+    return load(reverse_spec(groups, varlen, NAMES[dfinal], dinitial))
+
+
+@functools.cache
+def _gradients(g, gate, beta, varlen) -> Callable:
+    return load(gradients_spec(NAMES[g], gate, NAMES[beta], varlen))
+
+
+# ---------------------------------------------------------------- stages
+def chunk_kda_bwd(
+    problem: Problem,
+    do: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None,
+    saved: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    parameters: bool = True,
+    initial_state: bool = True,
+) -> Gradients:
+    """Gradients of a call for do [B, T, H, 128] and the gradient of its final state, fp32 or bf16 in
+    the problem's layout; None is 0.
+
+    saved: the states and U of the forward; None runs the forward again for them.  parameters,
+    initial_state: whether those gradients are wanted.  Launches on torch's current stream; no host
+    synchronisation.
+    """
+    run = functools.partial(
+        _backward, problem.for_kernels(), do, dfinal_state, saved, parameters, initial_state
+    )
+    device = problem.q.device
+    if device.index == torch.cuda.current_device():
+        return run()
+    with torch.cuda.device(device):
+        return run()
+
+
+def _backward(p: Problem, do, dfinal, saved, parameters, initial_state) -> Gradients:
+    B, T, H, D = p.q.shape
+    packed = p.cu_seqlens is not None
+    slots = slot_count(B * T, p.num_seqs, packed)
+    initial_state = initial_state and p.initial_state is not None
+    wide = p.q.new_empty(0)
+
+    dq, dk, dv = (wide.new_empty(B, T, H, D) for _ in range(3))
+    dg = wide.new_empty(p.g.shape, dtype=p.g.dtype)
+    dbeta = wide.new_empty(p.beta.shape, dtype=p.beta.dtype)
+    dinitial = wide.new_empty(p.state_shape(), dtype=torch.float32) if initial_state else None
+    with_parameters = parameters and p.gate != "log"
+    if dq.numel() == 0 or slots == 0:
+        if dinitial is not None:
+            dinitial.zero_() if dfinal is None else dinitial.copy_(dfinal)
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=p.q.device)
+        parts = (zeros(H), zeros(H, D)) if with_parameters else (None, None)
+        return Gradients(dq, dk, dv, dg, dbeta, *parts, dinitial)
+
+    if saved is None:
+        saved = forward.run(p._replace(save_states=True, output_final_state=False))[2:]
+    states, U = saved
+    do = upstream(do, p)
+    cu = low_words(p.cu_seqlens)
+    factors = forward.make_factors(p, slots, backward=True)
+
+    dstates = wide.new_empty(slots, H, D, D)
+    dU = wide.new_empty(slots, H, CHUNK, D)
+    reverse_scan = _reverse_scan(
+        forward.groups(p), packed, None if dfinal is None else dfinal.dtype, dinitial is not None
+    )
+    v_first = p.state_v_first
+    w, kr, qd, A, mqk, qk, eg = factors
+    reverse_scan(
+        w, kr, qd, mqk, qk, eg, do,
+        dfinal if dfinal is None or v_first else dfinal.mT,
+        cu, dstates, dU,
+        dinitial if dinitial is None or v_first else dinitial.mT,
+    )  # fmt: skip
+
+    dA_parts = ddt_parts = None
+    if p.gate != "log":
+        dA_parts = wide.new_empty(slots, H, dtype=torch.float32)
+        ddt_parts = wide.new_empty(slots, H, D, dtype=torch.float32)
+    gradients = _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
+    gradients(
+        p.q, p.k, do, p.g, p.beta, *forward.gate_parameters(p), cu,
+        states, dstates, U, dU, A,
+        dq, dk, dv, dg, dbeta, dA_parts, ddt_parts,
+        p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
+    )  # fmt: skip
+    sums = (dA_parts.sum(0), ddt_parts.sum(0)) if with_parameters else (None, None)
+    return Gradients(dq, dk, dv, dg, dbeta, *sums, dinitial)
+
+
+def upstream(do: torch.Tensor | None, p: Problem) -> torch.Tensor:
+    """do as the kernels take it: bf16, strides that TMA can walk (an expanded one is copied)."""
+    if do is None:
+        return torch.zeros_like(p.q, memory_format=torch.contiguous_format)
+    do = do.to(torch.bfloat16)
+    return do if addressable(do) else do.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,293 @@
+"""The gradients kernel: its oracle against autograd and what the compiler made of it (no GPU), and
+its results on the GPU against float64.
+"""
+
+import functools
+
+import pytest
+import torch
+from accuracy import rel_error
+from regimes import make_problem
+
+from kda_cute import compile as kernel_compile
+from kda_cute import reference, reference_stages
+from kda_cute.factors import HEAD_DIM, slot_count
+from kda_cute.kernels import gradients
+from kda_cute.kernels.gradients import Config
+from kda_cute.layouts import variants
+
+DEVICE = "cuda"
+F64 = torch.float64
+NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+CONFIGS = [
+    Config("bf16", "safe", "bf16", False),
+    Config("f32", "log", "f32", True),
+    Config("bf16", "softplus", "f32", True, "padded"),
+]
+TOLERANCES = {"dg": 1.2e-2, "dbeta": 1.4e-2, "dA_part": 2e-2, "ddt_part": 1.2e-2}
+TOLERANCE = 1e-2  # of the others; relative, Frobenius
+
+
+def spec(config):
+    return kernel_compile.KernelSpec(
+        "gradients", config, functools.partial(gradients.trace, config)
+    )
+
+
+# ---------------------------------------------------------------- the oracle
+@pytest.mark.parametrize(
+    "gate, beta, l2norm, lengths",
+    [
+        *((gate, "sigmoid", True, (150,)) for gate in ("log", "safe", "softplus")),
+        ("log", "plain", True, (70, 0, 80)),
+        ("safe", "double", False, (70, 0, 80)),
+        ("softplus", "plain", False, (150,)),
+    ],
+)
+def test_oracle_is_autograd_of_the_token_recurrence(gate, beta, l2norm, lengths):
+    """The stages in float64, composed, against the recurrence; b of exactly 0 among plain ones."""
+    rng = torch.Generator().manual_seed(0)
+    T, H, D, N = sum(lengths), 2, HEAD_DIM, len(lengths)
+    rand = lambda *shape: torch.randn(*shape, generator=rng, dtype=F64)  # noqa: E731
+    q, k, v, do, g = (rand(T, H, D) for _ in range(5))
+    k = k if l2norm else 0.05 * k
+    logits, A_log, dt_bias = rand(T, H), rand(H), rand(H, D)
+    g = -g.abs() if gate == "log" else g
+    if beta == "plain":
+        logits = logits.sigmoid()
+        logits[::7] = 0
+    initial, dfinal = rand(2, N, H, D, D)
+    leaves = [x.requires_grad_() for x in (q, k, v, g, logits, A_log, dt_bias, initial)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    parameters = dict(A_log=A_log, dt_bias=dt_bias) if gate != "log" else {}
+    beta_scale = 2.0 if beta == "double" else 1.0
+    o, final = reference.token_recurrence(
+        q,
+        k,
+        v,
+        g,
+        logits,
+        initial_state=initial,
+        use_qk_l2norm=l2norm,
+        use_beta_sigmoid=beta != "plain",
+        beta_scale=beta_scale,
+        gate=gate,
+        cu_seqlens=bounds,
+        **parameters,
+    )
+    used = leaves if gate != "log" else [*leaves[:5], initial]
+    exact = torch.autograd.grad((o, final), used, (do, dfinal))
+    x = reference_stages.Inputs(
+        *(t.detach()[None] for t in (q, k, do, g, logits)),
+        *(t.detach() for t in parameters.values()),
+        **(dict(A_log=None, dt_bias=None) if gate == "log" else {}),
+        cu_seqlens=bounds,
+        gate=gate,
+        beta_scale=beta_scale,
+        l2norm=l2norm,
+        beta_sigmoid=beta != "plain",
+    )
+    tensors, dinitial = reference_stages.chunk_tensors(
+        x, v.detach()[None], initial.detach(), dfinal
+    )
+    got = reference_stages.gradients(x, tensors)
+    ours = [t[0] for t in got[:5]]
+    if gate != "log":
+        ours += [got.dA_part.sum(0), got.ddt_part.sum(0)]
+    for value, ref in zip([*ours, dinitial], exact, strict=True):
+        assert rel_error(value, ref) < 1e-10
+
+
+# ---------------------------------------------------------------- what the compiler made of it
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """{config: object file}, compiled now."""
+    folder = tmp_path_factory.mktemp("kernels")
+    specs = [spec(config) for config in CONFIGS]
+    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
+    return dict(zip(CONFIGS, paths, strict=True))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_kernel_keeps_its_budgets(objects, config):
+    (kernel,) = kernel_compile.report(objects[config])
+    assert (kernel.stack, kernel.spills) == (0, 0)
+    assert kernel.registers <= 128
+    assert kernel.ops["HGMMA"] == 3 * 8 + 4 + 2 * 8
+    assert kernel.ops["HMMA"] == 70
+    assert kernel.sass.count("WARPGROUP.DEPBAR") == 4, "a wait that nobody wrote"
+
+
+@pytest.mark.parametrize("layout", variants.names("gradients"))
+def test_plan_fits(layout):
+    plan = variants.plan("gradients", layout, "bf16")
+    assert plan.total_bytes <= plan.limit == 232_448
+
+
+# ---------------------------------------------------------------- on the GPU
+def make_inputs(
+    regime, *, lengths, dense=False, g="bf16", gate=None, beta="bf16", l2norm=True, H=2
+):
+    """Inputs on the GPU (dense: equal lengths as a batch), and v, initial, dfinal.  gate "log": the
+    regime's gate, evaluated.
+    """
+    p = make_problem(regime, H=H, lengths=lengths, device=DEVICE)
+    N = len(lengths)
+    raw, A_log, dt_bias, kind = p.g_raw, p.A_log, p.dt_bias, p.gate
+    if gate == "log":
+        wide = (t.double() for t in (p.g_raw, p.A_log, p.dt_bias))
+        raw, kind = reference.gate(*wide, p.lower_bound, p.gate), "log"
+        A_log = dt_bias = None
+    raw = raw.to(torch.bfloat16 if g == "bf16" else torch.float32)
+    logits = p.beta.to(torch.bfloat16 if beta == "bf16" else torch.float32)
+    k = p.k if l2norm else 0.05 * p.k
+    rows = lambda t: t.view(N, -1, *t.shape[1:]) if dense else t[None]  # noqa: E731
+    x = reference_stages.Inputs(
+        *(rows(t) for t in (p.q, k, p.do, raw, logits)),
+        A_log,
+        dt_bias,
+        None if dense else p.cu_seqlens,
+        gate=kind,
+        scale=p.scale,
+        l2norm=l2norm,
+    )
+    return x, rows(p.v), p.initial_state, p.dfinal_state
+
+
+def outputs(x: reference_stages.Inputs) -> reference_stages.Gradients:
+    """Tensors full of NaN for the kernel to write."""
+    H, D = x.q.shape[2:]
+    fill = functools.partial(torch.full, fill_value=torch.nan, device=DEVICE)
+    dq, dk, dv = (fill(x.q.shape, dtype=torch.bfloat16) for _ in range(3))
+    parts = (None, None)
+    if x.gate != "log":
+        parts = (
+            fill((x.slots, H), dtype=torch.float32),
+            fill((x.slots, H, D), dtype=torch.float32),
+        )
+    dg, dbeta = fill(x.g.shape, dtype=x.g.dtype), fill(x.beta.shape, dtype=x.beta.dtype)
+    return reference_stages.Gradients(dq, dk, dv, dg, dbeta, *parts)
+
+
+def run(x: reference_stages.Inputs, tensors, layout="default") -> reference_stages.Gradients:
+    """The kernel's gradients."""
+    out = outputs(x)
+    config = Config(NAMES[x.g.dtype], x.gate, NAMES[x.beta.dtype], x.cu_seqlens is not None, layout)
+    kernel = kernel_compile.load(spec(config))
+    kernel(
+        *x[:8], *tensors, *out,
+        x.scale, x.lower_bound, x.beta_scale, int(x.l2norm), int(x.beta_sigmoid),
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    return out
+
+
+def check(x, v, initial, dfinal, layout="default"):
+    """Every output of the kernel against float64 from the same rounded tensors."""
+    tensors, _ = reference_stages.chunk_tensors(x, v, initial, dfinal)
+    tensors = reference_stages.ChunkTensors(*(t.to(torch.bfloat16) for t in tensors))
+    got, exact = run(x, tensors, layout), reference_stages.gradients(x, tensors)
+    errors = {}
+    for name, value, ref in zip(got._fields, got, exact, strict=True):
+        if ref is None:
+            continue
+        written = ~ref.isnan()
+        assert value[~written].isnan().all(), f"{name}: a token of no sequence was written"
+        errors[name] = rel_error(value[written], ref[written])
+    print({name: f"{1e3 * e:.2f}e-3" for name, e in errors.items()})
+    misses = {n: e for n, e in errors.items() if not e <= TOLERANCES.get(n, TOLERANCE)}
+    assert not misses
+
+
+REGIMES = (
+    "typical+states",
+    "weak+states",
+    "strong+states",
+    "mixed+states",
+    "burst+states",
+    "tiny+states",
+    "ub_typ+states",
+    "ub_strong+states",
+    "ub_burst+states",
+    "ub_mixed+states",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regime", REGIMES)
+def test_packed(regime):
+    check(*make_inputs(regime, lengths=(130, 0, 64, 1, 63, 200)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", (64, 209))
+@pytest.mark.parametrize("regime", ("typical+states", "ub_burst+states"))
+def test_dense(regime, T):
+    check(*make_inputs(regime, lengths=(T, T), dense=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regime", ("typical+states", "weak+states", "ub_row+states"))
+@pytest.mark.parametrize("g", ("bf16", "f32"))
+def test_gates_of_log_space(regime, g):
+    check(*make_inputs(regime, lengths=(100, 77), g=g, gate="log", beta="f32"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", (dict(l2norm=False), dict(beta="f32"), dict(g="f32")), ids=str)
+def test_other_options(changes):
+    check(*make_inputs("typical+states", lengths=(64, 150), **changes))
+
+
+@pytest.mark.gpu
+def test_beta_without_a_sigmoid_and_of_zero():
+    x, *rest = make_inputs("typical+states", lengths=(64, 70), beta="f32")
+    b = x.beta.sigmoid()
+    b[:, ::5] = 0
+    x = x._replace(beta=b, beta_sigmoid=False)
+    check(x, *rest)
+
+
+@pytest.mark.gpu
+def test_negative_eigenvalues():
+    x, *rest = make_inputs("typical+states", lengths=(64, 70))
+    check(x._replace(beta_scale=2.0), *rest)
+
+
+@pytest.mark.gpu
+def test_another_layout():
+    check(*make_inputs("typical+states", lengths=(64, 70)), layout="padded")
+
+
+@pytest.mark.gpu
+def test_runs_are_bitwise_equal():
+    x, v, initial, dfinal = make_inputs("typical+states", lengths=(130, 64, 7))
+    tensors, _ = reference_stages.chunk_tensors(x, v, initial, dfinal)
+    tensors = reference_stages.ChunkTensors(*(t.to(torch.bfloat16) for t in tensors))
+    first, second = run(x, tensors), run(x, tensors)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_strided_inputs_equal_contiguous_ones():
+    x, v, initial, dfinal = make_inputs("typical+states", lengths=(130, 70))
+    tensors, _ = reference_stages.chunk_tensors(x, v, initial, dfinal)
+    tensors = reference_stages.ChunkTensors(*(t.to(torch.bfloat16) for t in tensors))
+    fused = torch.cat([x.q, x.k, x.do, x.g], -1)
+    q, k, do, g = fused.split(HEAD_DIM, -1)
+    first, second = run(x, tensors), run(x._replace(q=q, k=k, do=do, g=g), tensors)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_slots_of_packed_sequences():
+    x, *_ = (
+        reference_stages.Inputs(
+            *(torch.zeros(1, 150, 1, HEAD_DIM) for _ in range(4)),
+            torch.zeros(1, 150, 1),
+            cu_seqlens=torch.tensor([0, 70, 70, 150]),
+        ),
+    )
+    assert x.slots == slot_count(150, 3, True)
+    assert [w[3] for w in x.walks()] == [0, 2, 3]
