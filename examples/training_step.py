@@ -203,13 +203,10 @@ def missing_gpu() -> str | None:
 
 
 # ---------------------------------------------------------------- compiling without a GPU
-def step_specs(precision: str | None, layout: str | None) -> list:
-    """The configurations that this step runs on a GPU; of level 1 those of one precision or layout
-    where one is given.
-    """
-    others = [name for name in variants.kernels() if name != LEVEL_1]
-    specs = report.select(kernels=others)
-    specs += report.select(precision and [precision], layout and [layout], [LEVEL_1])
+def step_specs(precision: str, layout: str) -> list:
+    """The configurations that this step runs on a GPU, level 1 with this precision and layout."""
+    specs = report.select(kernels=[name for name in variants.kernels() if name != LEVEL_1])
+    specs += report.select([precision], [layout], [LEVEL_1])
     return [
         spec
         for spec in specs
@@ -239,8 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     level_1 = parser.add_argument_group("level 1")
-    level_1.add_argument("--precision", choices=variants.precisions(LEVEL_1), help="default tf32")
-    level_1.add_argument("--layout", choices=variants.names(LEVEL_1), help="default default")
+    level_1.add_argument("--precision", choices=variants.precisions(LEVEL_1), default="tf32")
+    level_1.add_argument("--layout", choices=variants.names(LEVEL_1), default="default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--compile",
@@ -249,13 +246,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-compile", dest="compile", action="store_const", const="none")
     args = parser.parse_args(argv)
-    precision, layout = args.precision or "tf32", args.layout or "default"
 
     missing = missing_gpu()
     device = torch.device("cpu" if missing else "cuda")
     where = "CPU" if missing else torch.cuda.get_device_name()
-    backend, ran, why = "kernels", precision, ""
-    stage = f"kernel, {precision}, layout {layout}, on {where}"
+    backend, ran, why = "kernels", args.precision, ""
+    stage = f"kernel, {args.precision}, layout {args.layout}, on {where}"
     if missing:
         backend = ran = "reference"
         why, stage = f" ({missing})", f"reference, torch on {where}"
@@ -276,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     # The final state leaves `prepare` in fp32 and never meets the kernel.
     by_kernel = dict.fromkeys(WORKSPACE, KERNEL[ran]) | {"final_state": 0.0}
     tolerances = {name: 1e-3 * (x + by_kernel[name]) for name, x in WORKSPACE.items()}
-    found = level_1_step(p, missing is None, precision, layout)
+    found = level_1_step(p, missing is None, args.precision, args.layout)
     table, good = compare(p, found, expected, tolerances)
     passed &= good
     print(table)
@@ -284,15 +280,14 @@ def main(argv: list[str] | None = None) -> int:
 
     wanted = args.compile or ("step" if missing else "none")
     if wanted != "none":
-        everything = report.all_specs()
-        specs = everything if wanted == "all" else step_specs(args.precision, args.layout)
-        print(
-            f"\nCompiling {len(specs)} of {len(everything)} kernel configurations for sm_90a",
-            end="",
-        )
+        every = report.all_specs()
+        specs = every if wanted == "all" else step_specs(args.precision, args.layout)
+        print(f"\n{len(specs)} of {len(every)} kernel configurations, compiled for sm_90a:")
         if wanted == "step":
-            print(", those of this step; the tests and --compile all take all", end="")
-        print(".  Those that the cache lacks take 4 to 12 s each and core.\n", flush=True)
+            print(
+                "those that this step runs on a Hopper GPU (the tests and --compile all take all)."
+            )
+        print("One that the cache lacks takes 4 to 12 s of a core.\n", flush=True)
         passed &= compile_kernels(specs)
     return 0 if passed else 1
 

@@ -99,17 +99,25 @@ def chunk_kda_bwd(
     initial_state: whether those gradients are wanted.  Launches on torch's current stream; no host
     synchronisation.
     """
-    run = functools.partial(
-        _backward, problem.for_kernels(), do, dfinal_state, saved, parameters, initial_state
-    )
+    wanted = {"parameters": parameters, "initial_state": initial_state}
     device = problem.q.device
     if device.index == torch.cuda.current_device():
-        return run()
+        return run(problem.for_kernels(), do, dfinal_state, saved, **wanted)
     with torch.cuda.device(device):
-        return run()
+        return run(problem.for_kernels(), do, dfinal_state, saved, **wanted)
 
 
-def _backward(p: Problem, do, dfinal, saved, parameters, initial_state) -> Gradients:
+def run(
+    p: Problem,
+    do: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
+    saved: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    parameters: bool = True,
+    initial_state: bool = True,
+    reverse_scan: Callable | None = None,
+) -> Gradients:
+    """The stages; `reverse_scan` stands for the kernel that the problem asks for."""
     B, T, H, D = p.q.shape
     packed = p.cu_seqlens is not None
     slots = slot_count(B * T, p.num_seqs, packed)
@@ -137,7 +145,7 @@ def _backward(p: Problem, do, dfinal, saved, parameters, initial_state) -> Gradi
 
     dstates = wide.new_empty(slots, H, D, D)
     dU = wide.new_empty(slots, H, CHUNK, D)
-    reverse_scan = _reverse_scan(
+    reverse_scan = reverse_scan or _reverse_scan(
         forward.groups(p), packed, None if dfinal is None else dfinal.dtype, dinitial is not None
     )
     v_first = p.state_v_first

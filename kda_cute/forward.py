@@ -22,6 +22,9 @@ from .factors import CHUNK, HEAD_DIM, BackwardFactors, Factors, slot_count
 from .problem import Problem
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", None: "none"}
+# Stands for b = 0 where the gradient of b is wanted: what it multiplies can be divided by it again.
+# Behind a sigmoid that gradient vanishes, and o and S_T see exactly 0.
+LEAST_B = 2.0**-60
 GATES = ("log", "safe", "softplus")
 
 
@@ -172,11 +175,12 @@ def make_factors(p: Problem, slots: int, backward: bool = False) -> Factors | Ba
         q.new_empty(slots, H, HEAD_DIM, dtype=torch.float32),
     )
     packed = p.cu_seqlens is not None
+    least_b = LEAST_B if backward or (p.save_states and not p.beta_sigmoid) else 0.0
     kernel = _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
         q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),
         low_words(p.cu_seqlens), *factors,
-        p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
+        p.scale, p.lower_bound, p.beta_scale, least_b, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip
     return (BackwardFactors if backward else Factors)(*factors)
 

@@ -15,8 +15,8 @@ import sys
 
 import torch
 
+from kda_cute import backward, forward, ops, reference
 from kda_cute import compile as kernel_compile
-from kda_cute import forward, ops, reference
 from kda_cute.kernels import bwd_recurrence, scan
 from kda_cute.layouts import variants
 from kda_cute.problem import Problem
@@ -79,40 +79,63 @@ def run_bwd_recurrence(every_lane: bool) -> int:
 
 
 def run_chunk_kda(every_lane: bool) -> int:
-    """The forward of level 2 with one and two consumer warpgroups; returns how many are wrong."""
-    rng = torch.Generator().manual_seed(1)
-    T, N = sum(LENGTHS), len(LENGTHS)
-    q, k, v, g, beta = (
-        torch.randn(1, T, HEADS, *size, generator=rng).bfloat16()
-        for size in ((HEAD_DIM,), (HEAD_DIM,), (HEAD_DIM,), (HEAD_DIM,), ())
+    """Level 2, forward and backward, with one and two consumer warpgroups in the scans; returns how
+    many runs are wrong.
+    """
+    problem = chunk_problem()
+    do, dfinal = (
+        torch.randn_like(x, dtype=torch.float32) for x in (problem.q, problem.initial_state)
     )
-    A_log, dt_bias = torch.rand(HEADS, generator=rng), torch.rand(HEADS, HEAD_DIM, generator=rng)
-    first = torch.randn(N, HEADS, HEAD_DIM, HEAD_DIM, generator=rng)
-    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
-    wide = [x[0].double() for x in (q, k, v, g, beta)]
-    o, final = reference.token_recurrence(
-        *wide,
-        initial_state=first.double(),
-        gate="softplus",
-        A_log=A_log.double(),
-        dt_bias=dt_bias.double(),
-        cu_seqlens=offsets,
-    )
-    tensors = [x.to(DEVICE) for x in (q, k, v, g, beta, A_log, dt_bias, first, offsets)]
-    flags = (HEAD_DIM**-0.5, "softplus", 0.0, True, True, 1.0, True, True, True)
-    problem = Problem(*tensors, *flags)
+    do = do.bfloat16()
+    expected = chunk_oracle(problem, do, dfinal)
+    problem = Problem(*(x.to(DEVICE) if torch.is_tensor(x) else x for x in problem))
     wrong = 0
     for groups in (1, 2):
-        config = forward.scan_spec(groups, True, "f32", True, True).config
-        config = dataclasses.replace(config, every_lane=every_lane)
-        trace = functools.partial(scan.trace, config)
-        kernel = kernel_compile.load(kernel_compile.KernelSpec("scan", config, trace))
-        out = forward.run(problem, scan=kernel)
-        got = {"o": out[0][0].cpu().double(), "final_state": out[1].cpu().double()}
-        wrong += not within(
-            f"groups {groups}", got, {"o": o, "final_state": final}, dict.fromkeys(got, 1e-2)
+        specs = (
+            forward.scan_spec(groups, True, "f32", True, True),
+            backward.reverse_spec(groups, True, "f32", True),
         )
+        kernels = [load_scan(spec.config, every_lane) for spec in specs]
+        o, final, states, U = forward.run(problem, scan=kernels[0])
+        grads = backward.run(
+            problem, do.to(DEVICE), dfinal.to(DEVICE), (states, U), reverse_scan=kernels[1]
+        )
+        got = {"o": o, "final_state": final, **grads._asdict()}
+        got = {name: x.cpu().double() for name, x in got.items()}
+        wrong += not within(f"groups {groups}", got, expected, dict.fromkeys(expected, 2e-2))
     return wrong
+
+
+def load_scan(config, every_lane: bool):
+    """A scan, either direction, of this config."""
+    config = dataclasses.replace(config, every_lane=every_lane)
+    trace = functools.partial(scan.trace, config)
+    return kernel_compile.load(kernel_compile.KernelSpec("scan", config, trace))
+
+
+def chunk_problem() -> Problem:
+    """A ragged batch with states and an unbounded gate, on the CPU."""
+    rng = torch.Generator().manual_seed(1)
+    T, N, D = sum(LENGTHS), len(LENGTHS), HEAD_DIM
+    sizes = ((D,), (D,), (D,), (D,), ())
+    tokens = [torch.randn(1, T, HEADS, *size, generator=rng).bfloat16() for size in sizes]
+    A_log, dt_bias = torch.rand(HEADS, generator=rng), torch.rand(HEADS, D, generator=rng)
+    first = torch.randn(N, HEADS, D, D, generator=rng)
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    flags = (D**-0.5, "softplus", 0.0, True, True, 1.0, True, True, True)
+    return Problem(*tokens, A_log, dt_bias, first, offsets, *flags)
+
+
+def chunk_oracle(problem: Problem, do: torch.Tensor, dfinal: torch.Tensor) -> dict:
+    """o, the final state and the eight gradients in float64."""
+    leaves = [x.double().requires_grad_() for x in problem[:8]]
+    o, final = reference.chunk_kda(
+        problem._replace(**dict(zip(problem._fields, leaves, strict=False)))
+    )
+    loss = (o.double() * do.double()).sum() + (final.double() * dfinal.double()).sum()
+    grads = torch.autograd.grad(loss, leaves)
+    names = backward.Gradients._fields
+    return {"o": o.detach(), "final_state": final.detach(), **dict(zip(names, grads, strict=True))}
 
 
 def within(title: str, got: dict, expected: dict, limits: dict) -> bool:

@@ -17,7 +17,6 @@ from .columns import Columns, RowWords, falling, load_pair, store_pair
 from .schedule import (
     BLOCK,
     BLOCKS,
-    LEAST_B,
     LOG2E,
     NORM_EPS,
     STEPS,
@@ -146,15 +145,14 @@ class Gate:
 
     @cute.jit
     def activate_beta(self, at: Chunk, base, raw: Inputs, tid: Int32, o: Options):
-        """b of the chunk's tokens; 0 past the end.  The backward pass wants it nowhere 0 inside."""
+        """b of the chunk's tokens; 0 past the end."""
         line = self.plan["factors"].view(base)
         if tid < C:
             b = Float32(raw.beta)
             if o.beta_sigmoid != 0:
                 b = cute.arch.rcp_approx(1.0 + exp2(b * -LOG2E))
             b = b * o.beta_scale
-            if const_expr(self.config.backward):
-                b = select(b == 0.0, Float32(LEAST_B), b)
+            b = select(b == 0.0, o.least_b, b)
             line[Factor.B, tid] = select(tid < at.rows, b, Float32(0))
 
     @cute.jit

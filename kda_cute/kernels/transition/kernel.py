@@ -102,11 +102,12 @@ class Transition:
         A_log, dt_bias, cu_seqlens,
         w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, u: cute.Tensor, mqk: cute.Tensor,
         qk: cute.Tensor, eg: cute.Tensor,
-        scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, least_b: Float32,
+        l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         m = Gmem(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, w, kr, qd, u, mqk, qk, eg)
-        options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
+        options = Options(scale, lower_bound, beta_scale, least_b, l2norm, beta_sigmoid)
         tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
         tiles = {"w": "kd", "u": "v", "kr": "kr", "qd": "qd", "mqk": "mqk"}
@@ -405,6 +406,6 @@ def trace(config: Config):
     arguments = (
         *tokens, strided(types[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
         *wide, compact(BFloat16, slots, H, C, C), compact(Float32, slots, H, C), compact(Float32, slots, H, D),
-        Float32(0), Float32(0), Float32(0), Int32(0), Int32(0),
+        *(Float32(0),) * 4, Int32(0), Int32(0),
     )  # fmt: skip
     return Transition(config), arguments

@@ -22,7 +22,6 @@ PAIR = 64  # of two warps
 LEVELS = ((1, 32), (16, 8), (4, 2))  # of the dyadic scheme, as they are multiplied
 LOG2E = 1.4426950408889634
 NORM_EPS = 1e-6
-LEAST_B = 2.0**-60  # of a token whose b is 0, in the backward form
 CTAS = 2  # that share an SM
 STORING = 5  # the warp that copies kr, qd and mqk out: inverts little, and has no corner
 AHEAD = 132  # a CTA prefetches for one that starts at least so many later
@@ -91,11 +90,12 @@ class Gmem(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Scalars known at the call."""
+    """Scalars known at the call; least_b: what stands for b where it is 0."""
 
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
+    least_b: Float32
     l2norm: Int32
     beta_sigmoid: Int32
 
