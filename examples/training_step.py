@@ -41,7 +41,7 @@ STEP = {
 
 # Relative Frobenius errors, x 1e-3.  The kernels of chunk_kda multiply in bf16 and sum in fp32; they
 # get about twice what such roundings cost in a model of them.  The reference computes in float64, so
-# all of its error is that of rounding the results: at most 2 ** -9 in bf16.
+# all of its error is that of rounding the results: at most 2 ** -8 in bf16.
 CHUNK_KDA = {
     "kernels": {
         **{"o": 10.0, "final_state": 8.0},
@@ -49,7 +49,7 @@ CHUNK_KDA = {
         **{"dA_log": 20.0, "ddt_bias": 10.0, "dinitial_state": 8.0},
     },
     "reference": {
-        **dict.fromkeys(("o", "dq", "dk", "dv", "dg", "dbeta"), 2.0),
+        **dict.fromkeys(("o", "dq", "dk", "dv", "dg", "dbeta"), 4.0),
         **dict.fromkeys(("final_state", "dA_log", "ddt_bias", "dinitial_state"), 0.001),
     },
 }

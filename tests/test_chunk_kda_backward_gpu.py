@@ -78,6 +78,8 @@ TOLERANCES = {
     "similar keys": (20, 12, 20, 20, 23, 95, 20, 7),
     "repeated keys": (120, 16, 120, 120, 120, math.inf, math.inf, 7),
     "unbounded": (6, 6, 6, 8, 6, 20, 10, 6),
+    # dot products that cancel, not averaged over many tokens
+    "few tokens": (20, 20, 20, 20, 40, 40, 20, 20),
     # keys that repeat over long sequences or with b near 2, which no table was measured for
     "degenerate": (120, 120, 120, 120, 120, math.inf, math.inf, 120),
 }
@@ -115,11 +117,12 @@ backward = functools.partial(gradients, run)  # (call, do, dht, wanted) -> {name
 
 
 def upstream_of(regime: str, call: dict, seed: int = 1):
-    """(do, dht) as the regime has them: dht is None without states."""
+    """(do, dht) as the regime has them: dht is None without states, and as tiny as do."""
     do, dht = upstream(call, seed)
     names = regime.split("+")
-    factor = (1e3 if "big" in names else 1.0) * (1e-6 if "tiny" in names else 1.0)
-    return (factor * do.float()).bfloat16(), dht if "states" in names else None
+    tiny = 1e-6 if "tiny" in names else 1.0
+    factor = tiny * (1e3 if "big" in names else 1.0)
+    return (factor * do.float()).bfloat16(), tiny * dht if "states" in names else None
 
 
 def norms_by_sequence(x: torch.Tensor, at: list[int], last: int | None = None) -> torch.Tensor:
@@ -388,13 +391,14 @@ def test_softplus_gates_that_empty_a_block(raw):
 @pytest.mark.parametrize("channels", (slice(None), slice(None, None, 2)), ids=("all", "even"))
 @pytest.mark.parametrize("at", (0, 15, 16, 63, 64, 70, 128))
 def test_one_token_may_erase_everything(at, channels):
-    """The gate that does it has a gradient of exactly 0."""
+    """The gate that does it has a gradient of 0, up to the rounding of what cancels in it."""
     g = torch.zeros(129, 1, 128)
     g[at, :, channels] = -1000.0
     call = log_gate_call(g, T=129, H=8)
     got = backward(call, *upstream(call))
     check(call, "nodecay", got=got)
-    assert not got["g"][:, at, :, channels].any()
+    rms = got["g"].square().mean().sqrt()
+    assert (got["g"][:, at, :, channels].abs() <= 1e-3 * rms).all()
 
 
 @pytest.mark.parametrize("lower_bound", (-1.0, -5.9, -6.0, -11.0, -12.0, -100.0))
@@ -540,7 +544,7 @@ def test_short_dense_batches(T):
         call = batch([call_on_gpu("typical+states", T=T, H=8, seed=n) for n in range(B)])
         ups = upstream(call)
         first = assert_repeats(lambda call=call, ups=ups: backward(call, *ups), 50)
-        check(call, ups=ups, got=first)
+        check(call, "typical" if T > 17 else "few tokens", ups, first)
 
 
 @pytest.mark.parametrize("T", (63, 500, 1000, 1500))
@@ -655,7 +659,7 @@ def test_empty_sequences_pass_the_gradient_on(lengths, with_state):
     if not filled:
         assert not got["A_log"].any() and not got["dt_bias"].any()
         return
-    check(call, ups=(do, dht), got=got)
+    check(call, "typical" if sum(lengths) > 16 else "few tokens", (do, dht), got)
     parts = {name: x[filled] for name, x in (("initial_state", S),) if with_state}
     at = [0, *torch.tensor([lengths[n] for n in filled]).cumsum(0).tolist()]
     dense = call | parts | dict(cu_seqlens=torch.tensor(at, device=DEVICE))
@@ -1010,9 +1014,10 @@ def test_dimensions_of_size_one(B, T, H):
     got = backward(call | views, *ups)
     if T > 1:
         check(call | views, ups=ups, got=got)
-    else:  # dbeta is one cancelling sum
-        ref, _ = exact_gradients(call | views, *ups)
-        assert all(rel_error(x, ref[n]) <= 25e-3 for n, x in got.items() if n != "beta")
+    else:  # dbeta, and dA_log, are one cancelling sum
+        ref, terms = exact_gradients(call | views, *ups)
+        for n, x in got.items():
+            assert n == "beta" or rel_error(x, ref[n], terms.get(n, 0.0)) <= 25e-3, n
     whole = {name: x.contiguous() for name, x in views.items()}
     assert_same_bits(got, backward(call | whole, *ups))
 

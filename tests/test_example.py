@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from examples import training_step
 
+from examples import training_step
 from kda_cute import report
 from kda_cute.kernels.budget import Budget
 from kda_cute.layouts import variants
@@ -11,7 +11,7 @@ from kda_cute.layouts import variants
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(training_step, "LENGTHS", (17, 1))
+    monkeypatch.setattr(training_step, "LENGTHS", (150, 17))
     monkeypatch.setattr(training_step, "HEADS", 1)
 
 
@@ -64,10 +64,17 @@ def test_every_kernel_is_compiled_as_the_step_runs_it():
 def test_what_is_compiled(short, monkeypatch, options, compiled):
     on_cpu(monkeypatch)
     taken = []
-    monkeypatch.setattr(training_step, "compile_kernels", lambda specs: taken.append(specs) or True)
+
+    def compile_kernels(specs):
+        taken.extend((spec.name, spec.config) for spec in specs)
+        return True
+
+    monkeypatch.setattr(training_step, "compile_kernels", compile_kernels)
     assert training_step.main(options) == 0
-    wanted = {"step": training_step.step_specs("tf32", "default"), "all": report.all_specs()}
-    assert taken == ([wanted[compiled]] if compiled else [])
+    wanted = {
+        "step": training_step.step_specs("tf32", "default"), "all": report.all_specs(), None: []
+    }  # fmt: skip
+    assert taken == [(spec.name, spec.config) for spec in wanted[compiled]]
 
 
 def test_a_broken_budget_fails(short, monkeypatch, capsys):
