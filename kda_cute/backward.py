@@ -1,12 +1,12 @@
 """The backward pass of `chunk_kda` on kernels: the order of its stages, and their buffers.
 
-    transition    (q, k, g, beta)              -> factors of every chunk, A in place of u
+    transition    (q, k, g, beta)              -> factors of every chunk, INV in place of u
     reverse scan  (factors, do, dS_T)          -> dS and dU per chunk, dS_0
-    gradients     (inputs, S, dS, U, dU, A)    -> dq, dk, dv, dg, dbeta, partial dA_log and ddt_bias
+    gradients     (inputs, S, dS, U, dU, INV)  -> dq, dk, dv, dg, dbeta, partial dA_log and ddt_bias
     sums over chunks of the partial ones, in a fixed order
 
 Bytes per token and head while it runs, beside inputs, states and gradients: 1,036 for the factors
-(w, kr, qd 256 each, A, mqk 128 each, qk 4, eg 8), 768 for dS and dU.
+(w, kr, qd 256 each, INV, mqk 128 each, qk 4, eg 8), 768 for dS and dU.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def run(
         forward.groups(p), packed, None if dfinal is None else dfinal.dtype, dinitial is not None
     )
     v_first = p.state_v_first
-    w, kr, qd, A, mqk, qk, eg = factors
+    w, kr, qd, INV, mqk, qk, eg = factors
     reverse_scan(
         w, kr, qd, mqk, qk, eg, do,
         dfinal if dfinal is None or v_first else dfinal.mT,
@@ -164,7 +164,7 @@ def run(
     gradients = _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
     gradients(
         p.q, p.k, do, p.g, p.beta, *forward.gate_parameters(p), cu,
-        states, dstates, U, dU, A,
+        states, dstates, U, dU, INV,
         dq, dk, dv, dg, dbeta, dA_parts, ddt_parts,
         p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip

@@ -11,8 +11,8 @@ and then, S the state on entering the chunk,
 
     U = u - w S        o = qd S + mqk U + diag(qk) U        S' = exp(gT) S + kr^T U
 
-The backward pass takes A = INV diag(b) in place of u (`BackwardFactors`).  There, in L, A and w, a token
-whose b is exactly 0 has 2^-60 instead.
+The backward pass takes INV in place of u (`BackwardFactors`).  A forward whose gradients are wanted and
+whose b is given, not made by a sigmoid, takes LEAST_B for a b of 0: U / b is needed there.
 
 A sequence owns ceil(len / 64) consecutive slots, the first one number cu_seqlens[n] // 64 + n
 (`first_slot`): slots of different sequences never meet, whatever the lengths, and nobody has to sum
@@ -26,6 +26,7 @@ import torch
 
 CHUNK = 64
 HEAD_DIM = 128
+LEAST_B = 2.0**-60
 
 
 class Factors(NamedTuple):
@@ -47,16 +48,12 @@ class Factors(NamedTuple):
 
 
 class BackwardFactors(NamedTuple):
-    """What the transition leaves for the backward pass: A in place of u.
-
-    A             [slots, H, 64, 64]  bf16   INV diag(b'), b' = b, or 2^-60 where b is 0, so that
-                                             dividing by b' is exact
-    """
+    """What the transition leaves for the backward pass: INV [slots, H, 64, 64] bf16 in place of u."""
 
     w: torch.Tensor
     kr: torch.Tensor
     qd: torch.Tensor
-    A: torch.Tensor
+    INV: torch.Tensor
     mqk: torch.Tensor
     qk: torch.Tensor
     eg: torch.Tensor

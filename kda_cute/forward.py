@@ -18,13 +18,10 @@ from typing import NamedTuple
 import torch
 
 from . import compile as kernel_compile
-from .factors import CHUNK, HEAD_DIM, BackwardFactors, Factors, slot_count
+from .factors import CHUNK, HEAD_DIM, LEAST_B, BackwardFactors, Factors, slot_count
 from .problem import Problem
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", None: "none"}
-# Stands for b = 0 where the gradient of b is wanted: what it multiplies can be divided by it again.
-# Behind a sigmoid that gradient vanishes, and o and S_T see exactly 0.
-LEAST_B = 2.0**-60
 GATES = ("log", "safe", "softplus")
 
 
@@ -168,14 +165,14 @@ def make_factors(p: Problem, slots: int, backward: bool = False) -> Factors | Ba
     """The factors of every chunk, by the transition kernel."""
     q, H = p.q, p.q.shape[2]
     wide, square = (slots, H, CHUNK, HEAD_DIM), (slots, H, CHUNK, CHUNK)
-    fourth = square if backward else wide  # A or u
+    fourth = square if backward else wide  # INV or u
     factors = (
         *(q.new_empty(shape) for shape in (wide, wide, wide, fourth, square)),
         q.new_empty(slots, H, CHUNK, dtype=torch.float32),
         q.new_empty(slots, H, HEAD_DIM, dtype=torch.float32),
     )
     packed = p.cu_seqlens is not None
-    least_b = LEAST_B if backward or (p.save_states and not p.beta_sigmoid) else 0.0
+    least_b = 0.0 if backward or p.beta_sigmoid or not p.save_states else LEAST_B
     kernel = _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
         q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .factors import CHUNK, HEAD_DIM, Factors, slot_count
+from .factors import CHUNK, HEAD_DIM, LEAST_B, Factors, slot_count
 from .gates import gate as gate_forward
 from .gates import gate_backward, l2norm, l2norm_backward
 
@@ -112,9 +112,6 @@ def _walks(B: int, T: int, cu_seqlens: torch.Tensor | None) -> list[tuple[int, i
 
 
 # ---------------------------------------------------------------- backward
-NO_BETA = 2.0**-60  # in place of a b of 0, so that dividing by it is exact
-
-
 class Inputs(NamedTuple):
     """A call of `chunk_kda` in the dtype of the oracle: q, k, do, g [B, T, H, 128], beta [B, T, H],
     A_log [H] and dt_bias [H, 128] or None, cu_seqlens [N + 1] or None, and its options.
@@ -193,14 +190,16 @@ class ChunkTensors(NamedTuple):
 
     S, dS  [slots, H, 128 (V), 128 (K)]   state on entering a chunk, gradient of that on leaving it
     U, dU  [slots, H, 64, 128]
-    A      [slots, H, 64, 64]             INV diag(b'), b' = b, or 2^-60 where b is 0
+    INV    [slots, H, 64, 64]
+
+    Where b is 0, U is made with LEAST_B, so that it can be divided by it.
     """
 
     S: torch.Tensor
     dS: torch.Tensor
     U: torch.Tensor
     dU: torch.Tensor
-    A: torch.Tensor
+    INV: torch.Tensor
 
 
 def chunk_tensors(
@@ -217,31 +216,31 @@ def chunk_tensors(
         for i, token in enumerate(range(first, end, CHUNK)):
             c = x.chunk(batch, token, end)
             rows, at = c.b.shape[1], slot + i
-            b = torch.where(c.b == 0, NO_BETA, c.b)
+            b = torch.where(c.b == 0, LEAST_B, c.b)[..., None]
             decay = c.pairs()
             products = torch.einsum("hik,hjk,hijk->hij", c.k, c.k, decay).tril(-1)
             eye = torch.eye(rows, dtype=v.dtype, device=v.device)
-            A = torch.linalg.solve_triangular(
-                b[..., None] * products, eye.expand_as(products), upper=False, unitriangular=True
+            INV = torch.linalg.solve_triangular(
+                b * products, eye.expand_as(products), upper=False, unitriangular=True
             )
-            A = A * b[:, None]
-            U = A @ (v[batch, token : token + rows].transpose(0, 1) - (c.k * c.gc.exp()) @ S.mT)
-            for tile, value in ((out.U, U), (out.A, A), (out.dU, None)):
+            values = v[batch, token : token + rows].transpose(0, 1)
+            U = INV @ (b * (values - (c.k * c.gc.exp()) @ S.mT))
+            for tile, value in ((out.U, U), (out.INV, INV), (out.dU, None)):
                 tile[at] = 0
                 if value is not None:
                     tile[at, :, :rows, : value.shape[-1]] = value
             out.S[at] = S
             kr = c.k * (c.gc[:, -1:] - c.gc).exp()
             S = S * c.gc[:, -1:].exp() + U.mT @ kr
-            chunks.append((at, rows, c, kr, A))
+            chunks.append((at, rows, c, kr, b * INV.mT))
         dS = dinitial[n]
-        for at, rows, c, kr, A in reversed(chunks):
+        for at, rows, c, kr, b_INVt in reversed(chunks):
             out.dS[at] = dS
             mqk = x.scale * torch.einsum("hik,hjk,hijk->hij", c.q, c.k, c.pairs())
             dU = mqk.mT @ c.do + kr @ dS.mT
             out.dU[at, :, :rows] = dU
             start = c.gc.exp()
-            back = c.do.mT @ (x.scale * c.q * start) - (A.mT @ dU).mT @ (c.k * start)
+            back = c.do.mT @ (x.scale * c.q * start) - (b_INVt @ dU).mT @ (c.k * start)
             dS = dS * c.gc[:, -1:].exp() + back
         dinitial[n] = dS
     return out, dinitial
@@ -292,13 +291,13 @@ def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
     return out
 
 
-def _chunk_gradients(scale, c: Activated, S, dS, U, dU, A):
+def _chunk_gradients(scale, c: Activated, S, dS, U, dU, INV):
     """(dqn, dkn, dv, d of the log-space gate [H, rows, 128], db [H, rows])."""
     rows = c.b.shape[1]
-    U, dU, A = U[:, :rows], dU[:, :rows], A[:, :rows, :rows]
-    b = torch.where(c.b == 0, NO_BETA, c.b)[..., None]
-    dv = A.mT @ dU
-    db = ((dv / b) * (U / b)).sum(-1)
+    U, dU, INV = U[:, :rows], dU[:, :rows], INV[:, :rows, :rows]
+    dvc = INV.mT @ dU
+    dv = c.b[..., None] * dvc
+    db = (dvc * U).sum(-1) / torch.where(c.b == 0, LEAST_B, c.b)
     start, end, eg = c.gc.exp(), (c.gc[:, -1:] - c.gc).exp(), c.gc[:, -1].exp()
     dqn, dkn, dkr = scale * start * (c.do @ S), -start * (dv @ S), end * (U @ dS)
     dgc = c.q * dqn + c.k * dkn
@@ -316,5 +315,4 @@ def _chunk_gradients(scale, c: Activated, S, dS, U, dU, A):
     moved = c.k * dkr
     dg = dgc.flip(1).cumsum(1).flip(1) + (moved.cumsum(1) - moved)
     dg = dg + (eg * (dS * S).sum(1))[:, None]
-    dv = torch.where(c.b[..., None] == 0, 0.0, dv)
     return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dv, dg, db

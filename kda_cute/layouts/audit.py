@@ -358,14 +358,24 @@ def transition_accesses(plan: Plan) -> list[Access]:
     add("totals", "totals", "lds64", neighbours(), 4, grid(range(4), (0, 64)))
     for tile in ("kd", "qd", "kr"):
         add(f"{tile} store", tile, "sts32", neighbours(), 16, every)
+    if "v" in plan:  # the backward form has none
+        add("v", "v", "lds32", neighbours(), 16, every)
+        add("b v store", "v", "sts32", neighbours(), 16, every)
     _inverse(adder)
     add = adder("publish", 4)
     rows = tuple((lane % 16, 16 * (lane // 16)) for lane in range(WARP))
     halves = [(16 * i, 32 * (i // 2)) for i in range(4)]  # starts of the warps
     add("X", "L", "lds128", rows, 4, [(r, c + i) for r, c in halves for i in range(0, 16, 4)])
     above = [(0, 32), (16, 32)]  # zeros
-    add("A store", "A", "sts128", rows, 3, [(r, c + i) for r, c in halves + above for i in HALVES])
-    add("corner of A store", "A", "sts32", pairs(), 4, grid(range(32, 64, 8), range(0, 32, 8)))
+    add(
+        "INV store",
+        "INV",
+        "sts128",
+        rows,
+        3,
+        [(r, c + i) for r, c in halves + above for i in HALVES],
+    )
+    add("corner of INV store", "INV", "sts32", pairs(), 4, grid(range(32, 64, 8), range(0, 32, 8)))
     add = adder("product", 4)
     for result, tile in (("w", "kd"), ("u", "v")):
         if tile in plan:  # the backward form has no v
@@ -393,7 +403,7 @@ def _inverse(adder) -> None:
     """Blocks of 16 of L and X: on the diagonal, below it in pairs, in the corner of four.
 
     Loads of values that are known to be 0 are not there.  The corner's four blocks take 9 products X L
-    and 6 of those with X; they leave as A.
+    and 6 of those with X; they leave as INV.
     """
     blocks = grid(range(0, 64, 8), range(0, 64, 8))
     every = grid(tuple(r + i for r in range(0, 64, 8) for i in (0, 1)), range(0, 64, 8))
@@ -454,7 +464,7 @@ KERNELS: dict[str, Kernel] = {
     ),
     "transition": Kernel(
         accesses=transition_accesses,
-        copied=tuple("k q v kd qd kr A mqk".split()),
+        copied=tuple("k q v kd qd kr INV mqk".split()),
     ),
 }
 

@@ -2,7 +2,7 @@
 
 One CTA works on one (chunk, head); chunks don't depend on each other.  gc is the running sum of the
 gate in the chunk, gT its last value, kn and qn the normalised keys and queries, and S [V, K] the
-state on entering the chunk, dS the gradient of the state on leaving it; dv = A^T dU.
+state on entering the chunk, dS the gradient of the state on leaving it; dv = b INV^T dU.
 
     dM = do U^T            dL = -dv U^T            of pairs i > j, and dM of i = j
     dqn = scale e^gc do S + what pairs add
@@ -12,7 +12,7 @@ state on entering the chunk, dS the gradient of the state on leaving it; dv = A^
 
 then the backward of norms, gate and beta.  Steps:
 
-    load      TMA: S, dS, do, U, dU, A, q, k; the gate by ordinary loads
+    load      TMA: S, dS, do, U, dU, INV, q, k; the gate by ordinary loads
     gate      do S^T and U dS^T start; gc, b, norms
     first     warpgroups 0, 1: dv, over dU, and dbeta; warpgroups 2, 3: M = dM times norms
     multiply  L = dL times norms; dv S^T; sum_v dS S; dv to global memory
@@ -67,14 +67,14 @@ class Gradients:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, do: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
-        S: cute.Tensor, dS: cute.Tensor, U: cute.Tensor, dU: cute.Tensor, A: cute.Tensor,
+        S: cute.Tensor, dS: cute.Tensor, U: cute.Tensor, dU: cute.Tensor, INV: cute.Tensor,
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
         dA_part, ddt_part,
         scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         m = Gmem(
-            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, S, dS, U, dU, A,
+            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, S, dS, U, dU, INV,
             dq, dk, dv, dg, dbeta, dA_part, ddt_part,
         )  # fmt: skip
         options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
@@ -116,7 +116,7 @@ class Gradients:
         """Issue all copies."""
         by_bar = {
             Bar.STATES: ("do", "S", "U", "dS"),
-            Bar.INVERSE: ("dU", "A"),
+            Bar.INVERSE: ("dU", "INV"),
             Bar.ROWS: ("k", "q"),
         }
         for bar, names in by_bar.items():

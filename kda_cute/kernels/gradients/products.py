@@ -13,7 +13,8 @@ from ...device import warpgroup as wg
 from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.warp_mma import WarpMma, packed_bf16, quad_sum, select
-from .schedule import BLOCK, GROUP, NO_BETA, C, D, NamedBar, Row
+from ...factors import LEAST_B
+from .schedule import BLOCK, GROUP, C, D, NamedBar, Row
 
 
 class Products:
@@ -61,12 +62,12 @@ class Products:
 
     # ------------------------------------------------------------ of values
     def values(self, base, tid, lane):
-        """dv = A^T dU, 0 where b is, over dU, and sum_v dv U / b^2; warpgroups 0 and 1, half of v
-        each.
+        """dvc = INV^T dU; dv = b dvc over dU, and sum_v dvc U / b, the gradient of b; warpgroups 0 and
+        1, half of v each.
         """
         mma = wg.tiled_mma("MN", "MN", 64, groups=(1, 2))
         acc = wg.accumulator(mma, C, D)
-        a = wg.operand_a(mma, tid, self.plan["A"].view(base, transposed=True))
+        a = wg.operand_a(mma, tid, self.plan["INV"].view(base, transposed=True))
         b = wg.operand_b(mma, tid, self.plan["dU"].view(base, transposed=True))
         wg.gemm(mma, acc, a, b)
         U = cute.make_rmem_tensor(acc.shape, BFloat16)
@@ -79,16 +80,15 @@ class Products:
         u = cute.make_rmem_tensor(acc.shape, Float32)
         u.store(wide)
         for half in range(2):
-            beta = line[Row.B, row + 8 * half]
-            zero = beta == Float32(0)
-            inverse = cute.arch.rcp_approx(select(zero, Float32(NO_BETA), beta))
+            b = line[Row.B, row + 8 * half]
+            inverse = cute.arch.rcp_approx(select(b == Float32(0), Float32(LEAST_B), b))
             total = Float32(0)
             for n in range(cute.size(acc) // 4):
                 for i in range(2):
                     e = i + 2 * half + 4 * n
-                    total = total + (acc[e] * inverse) * (u[e] * inverse)
-                    acc[e] = select(zero, Float32(0), acc[e])
-            self.keep_row(line, Row.DBETA + group, row + 8 * half, lane, quad_sum(total))
+                    total = total + acc[e] * u[e]
+                    acc[e] = acc[e] * b
+            self.keep_row(line, Row.DBETA + group, row + 8 * half, lane, quad_sum(total) * inverse)
         rounded.store(acc.load().to(BFloat16))
         bar = NamedBar.DV + group
         cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP)  # dU was read

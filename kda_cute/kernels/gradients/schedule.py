@@ -23,7 +23,6 @@ PAIRS = D // 2  # threads that cover the channels of a token, two each
 SPAN = C * PAIRS // THREADS  # consecutive tokens of such a thread
 DEEPEST = -160.0  # log2 of a decay that is 0 in fp32, whatever multiplies it
 NORM_EPS = 1e-6
-NO_BETA = 2.0**-60  # what A was multiplied by where b is 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Bar(enum.IntEnum):
     """Indices of mbarriers."""
 
     STATES = 0  # S, dS, do, U
-    INVERSE = 1  # A, dU
+    INVERSE = 1  # INV, dU
     ROWS = 2  # q, k
 
 
@@ -86,7 +85,7 @@ class Gmem(NamedTuple):
     dS: cute.Tensor  # the same, of the state on leaving it
     U: cute.Tensor  # [slots, H, 64, 128] bf16
     dU: cute.Tensor
-    A: cute.Tensor  # [slots, H, 64, 64] bf16
+    INV: cute.Tensor  # [slots, H, 64, 64] bf16
     dq: cute.Tensor  # [B, T, H, 128] bf16
     dk: cute.Tensor
     dv: cute.Tensor
@@ -126,7 +125,7 @@ class Copies(NamedTuple):
     dS: Tma
     U: Tma
     dU: Tma
-    A: Tma
+    INV: Tma
 
 
 def shared_memory(config: Config) -> Plan:
@@ -141,7 +140,7 @@ def mma_account(config: Config) -> list[MmaRow]:
         ("do S^T", wgmma_bf16(32), 4, D // 16),
         ("U dS^T", wgmma_bf16(32), 4, D // 16),
         ("dv S^T", wgmma_bf16(32), 4, D // 16),
-        ("dv = A^T dU", wgmma_bf16(64), 2, C // 16),
+        ("dvc = INV^T dU", wgmma_bf16(64), 2, C // 16),
         ("dM", wgmma_bf16(32), 2, D // 16),
         ("dL", wgmma_bf16(16), 4, D // 16),
         ("sum_v dS S", MMA_BF16, WARPS, C // BLOCK * 2),

@@ -7,7 +7,7 @@ when keys are alike; nothing here is larger than the inverse itself.
 Inside a block of 16 a warp holds X and X^T as operands, so that products feed each other without
 leaving the registers: an accumulator is an A operand as it stands, and the B operand of a matrix is
 the accumulator of its transpose.  The step between two blocks goes through shared memory, in place.
-The last one leaves as A = X diag(b) in bf16.
+The last one leaves as INV, in bf16.
 """
 
 import cutlass
@@ -26,7 +26,7 @@ from ...device.warp_mma import (
     store_pair,
     transposed_a,
 )
-from .schedule import BLOCK, PAIR, Factor, NamedBar
+from .schedule import BLOCK, PAIR, NamedBar
 
 
 class Inverse:
@@ -52,24 +52,21 @@ class Inverse:
 
     @cute.jit
     def corner(self, base, i: Int32, j: Int32, lane: Int32):
-        """Block (i, j) of A below the halves: i is 2 or 3, j is 0 or 1."""
+        """Block (i, j) of INV below the halves: i is 2 or 3, j is 0 or 1."""
         tile = self.plan["L"].view(base)
         total = self.mma.accumulators(1, 2)
         for b in cutlass.range_constexpr(2):
             if b >= j:  # X is 0 above its diagonal
                 self.add_column(total, tile, i, j, b, lane)
-        b_line = self.plan["factors"].view(base)[Factor.B, None]
         values = block_values(total, 0, 0)
         r, c = lane // 4, lane % 4
         for s in cutlass.range_constexpr(2):
-            b = cute.make_rmem_tensor((2,), Float32)
-            cute.autovec_copy(cute.local_tile(b_line, (2,), (8 * j + 4 * s + c,)), b)
             for half in cutlass.range_constexpr(2):
                 e = 2 * half + 4 * s
                 row = BLOCK * i + r + 8 * half
-                at = MatrixRows(self.plan["A"], base, 0, row, 2 * j + s).piece_pointer()
+                at = MatrixRows(self.plan["INV"], base, 0, row, 2 * j + s).piece_pointer()
                 at = cute.make_tensor(at + cute.assume(2 * c, divby=2), cute.make_layout(2))
-                cute.autovec_copy(packed_bf16([-values[e + n] * b[n] for n in range(2)]), at)
+                cute.autovec_copy(packed_bf16([-values[e + n] for n in range(2)]), at)
 
     @cute.jit
     def add_column(

@@ -9,11 +9,11 @@ One CTA makes the factors of one (chunk, head), in steps:
     tiles     kd = kn e^gc, qd = scale qn e^gc, kr = kn e^(gT - gc)
     invert    X = (I + L)^-1 in tf32: half the tokens by warps 0 and 1 of each warpgroup, before their
               tiles; what joins the halves by warps 2 and 3, after theirs
-    publish   A = X diag(b) in bf16
-    multiply  wgmma: w = A kd (warpgroup 0), u = A v (warpgroup 1)
+    publish   INV = X in bf16
+    multiply  wgmma: w = INV kd (warpgroup 0), u = INV v (warpgroup 1)
     store     TMA: kr, qd and mqk as soon as they are there, then w and u
 
-The backward form makes A in place of u: no v, and the warpgroups share w.
+The backward form makes INV in place of u: no v, and the warpgroups share w.
 
 Two CTAs fit an SM, so that one computes while the other waits.  A CTA that has issued its loads asks
 L2 for those of a CTA that starts later, of the same head some chunks on: a guess, which never
@@ -51,7 +51,6 @@ from .schedule import (
     Chunk,
     Config,
     D,
-    Factor,
     Gmem,
     NamedBar,
     Options,
@@ -67,7 +66,7 @@ class Copies(NamedTuple):
     q: tma.Tma
     v: tma.Tma  # or None
     w: tma.Tma
-    u: tma.Tma  # backward: of A
+    u: tma.Tma  # backward: of INV
     kr: tma.Tma
     qd: tma.Tma
     mqk: tma.Tma
@@ -112,7 +111,7 @@ class Transition:
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
         tiles = {"w": "kd", "u": "v", "kr": "kr", "qd": "qd", "mqk": "mqk"}
         if const_expr(self.config.backward):
-            tiles["u"] = "A"
+            tiles["u"] = "INV"
         copies = Copies(
             *(
                 None
@@ -225,7 +224,10 @@ class Transition:
             self.inverse.half(base, group, part, lane)
             cute.arch.barrier_arrive(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
         self.tiles.run(base, own)
-        cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk
+        if const_expr(not self.config.backward):
+            cute.arch.mbarrier_wait(bars + Bar.V, 0)
+            self.tiles.scale_v(base, own)
+        cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk, v
         if warp == STORING:
             cute.arch.barrier(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
             for name in ("kr", "qd", "mqk"):
@@ -239,14 +241,13 @@ class Transition:
             cute.arch.barrier(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
             self.inverse.corner(base, 2 + group, part - 2, lane)
         cute.arch.fence_view_async_shared()
-        cute.arch.sync_threads()  # A
+        cute.arch.sync_threads()  # INV
         if const_expr(self.config.backward):
             self.multiply("kd", copies.w, at, base, warp, tid, 2)
-            self.store_from_first(copies.u, self.plan["A"], at, base, warp)
+            self.store_from_first(copies.u, self.plan["INV"], at, base, warp)
         elif warp < 4:
             self.multiply("kd", copies.w, at, base, warp, tid, 1)
         else:
-            cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP, 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -276,31 +277,30 @@ class Transition:
 
     @cute.jit
     def publish(self, base, group: Int32, part: Int32, lane: Int32):
-        """A = X diag(b) in bf16, inside a half: a lane has a row's 16 columns of one block.  Warp 0
-        takes the lower block row, which it made; X above the diagonal blocks was never written.
+        """INV = X in bf16, inside a half: a lane has a row's 16 columns of one block.  Warp 0 takes the
+        lower block row, which it made; X above the diagonal blocks was never written.
         """
         cute.arch.sync_warp()
         i, j = 1 - part, lane // BLOCK
         row, block = C // 2 * group + BLOCK * i + lane % BLOCK, 2 * group + j
-        X, b = self.plan["L"].view(base), self.plan["factors"].view(base)
+        line = self.plan["L"].view(base)[row, None]
         for n in cutlass.range_constexpr(2):
-            x, f = (
-                load_four(line, 4 * block + 2 * n) + load_four(line, 4 * block + 2 * n + 1)
-                for line in (X[row, None], b[Factor.B, None])
+            x = load_four(line, 4 * block + 2 * n) + load_four(line, 4 * block + 2 * n + 1)
+            values = [select(j <= i, y, Float32(0)) for y in x]
+            MatrixRows(self.plan["INV"], base, 0, row, 2 * block).store_piece(
+                packed_bf16(values), n
             )
-            values = [select(j <= i, y * z, Float32(0)) for y, z in zip(x, f, strict=True)]
-            MatrixRows(self.plan["A"], base, 0, row, 2 * block).store_piece(packed_bf16(values), n)
         if group == 0:
             for n in cutlass.range_constexpr(2):
-                above = MatrixRows(self.plan["A"], base, 0, row, C // 16 + 2 * j)
+                above = MatrixRows(self.plan["INV"], base, 0, row, C // 16 + 2 * j)
                 above.store_piece(packed_bf16([Float32(0)] * 8), n)
 
     def multiply(self, name, copy, at, base, warp, tid, groups):
-        """A times the tile `name`, into its place and out, by one or two warpgroups."""
+        """INV times the tile `name`, into its place and out, by one or two warpgroups."""
         tile = self.plan[name]
         mma = wg.tiled_mma("K", "MN", D // groups, groups=(1, groups))
         acc = wg.accumulator(mma, C, D)
-        a = wg.operand_a(mma, tid, self.plan["A"].view(base))
+        a = wg.operand_a(mma, tid, self.plan["INV"].view(base))
         b = wg.operand_b(mma, tid, tile.view(base, transposed=True))
         wg.gemm(mma, acc, a, b)
         warpgroup.wait_group(0)

@@ -31,7 +31,7 @@ L2_LINE = 128  # bytes of a prefetch
 @dataclass(frozen=True)
 class Config:
     """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
-    varlen: packed sequences; backward: A instead of u, see `kda_cute.factors`.
+    varlen: packed sequences; backward: INV instead of u, see `kda_cute.factors`.
     """
 
     g: str = "f32"
@@ -83,7 +83,7 @@ class Gmem(NamedTuple):
     w: cute.Tensor  # [slots, H, 64, 128] bf16
     kr: cute.Tensor
     qd: cute.Tensor
-    u: cute.Tensor  # backward: A [slots, H, 64, 64]
+    u: cute.Tensor  # backward: INV [slots, H, 64, 64]
     mqk: cute.Tensor  # [slots, H, 64, 64] bf16
     qk: cute.Tensor  # [slots, H, 64] f32
     eg: cute.Tensor  # [slots, H, 128] f32
@@ -142,11 +142,11 @@ def mma_account(config: Config) -> list[MmaRow]:
 
 
 def product_rows(config: Config) -> list[tuple]:
-    """Rows of the account for what A multiplies: a warpgroup each, or half of w each."""
+    """Rows of the account for what INV multiplies: a warpgroup each, or half of w each."""
     steps = C // 16
     if config.backward:
-        return [("w = A kd", wgmma_bf16(D // 2), 2, steps)]
-    return [(product, wgmma_bf16(D), 1, steps) for product in ("w = A kd", "u = A v")]
+        return [("w = INV kd", wgmma_bf16(D // 2), 2, steps)]
+    return [(product, wgmma_bf16(D), 1, steps) for product in ("w = INV kd", "u = INV b v")]
 
 
 def budget(config: Config) -> Budget:

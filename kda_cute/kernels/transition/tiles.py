@@ -1,4 +1,8 @@
-"""The rows that meet the state: kd = kn exp(gc), qd = scale qn exp(gc), kr = kn exp(gT - gc)."""
+"""The rows that meet the state, kd = b kn exp(gc), qd = scale qn exp(gc), kr = kn exp(gT - gc), and b v.
+
+b multiplies rows here, before they are rounded, and not the columns of INV: its unit diagonal is exact
+in bf16, and an error of b would be common to a whole row of U.
+"""
 
 from cutlass import Float32
 
@@ -24,20 +28,29 @@ class Tiles:
         qd, kr = (kd.in_tile(self.plan["kd"], self.plan[name]) for name in ("qd", "kr"))
         factors = self.plan["factors"].view(base)
         for four in range(0, BLOCK, 4):
-            fk, fq = (
+            fb, fq, fk = (
                 load_four(factors[line, None], 4 * own.block + four // 4)
-                for line in (Factor.K, Factor.Q)
+                for line in (Factor.BK, Factor.Q, Factor.K)
             )
             for j in range(4):
                 r = four + j
-                k = [x * fk[j] for x in unpack_word(own.k[r])]
-                q = [x * fq[j] for x in unpack_word(own.q[r])]
-                for rows, values, factor in (
-                    (kd, k, to_start[r]),
-                    (qd, q, to_start[r]),
-                    (kr, k, to_end[r]),
+                k, q = unpack_word(own.k[r]), unpack_word(own.q[r])
+                for rows, values, row, column in (
+                    (kd, k, fb[j], to_start[r]),
+                    (qd, q, fq[j], to_start[r]),
+                    (kr, k, fk[j], to_end[r]),
                 ):
-                    rows.store(r, words(packed_bf16([values[i] * factor[i] for i in range(2)]))[0])
+                    rows.store(r, rounded([values[i] * row * column[i] for i in range(2)]))
+
+    def scale_v(self, base, own: Columns):
+        """b v, in place."""
+        rows = RowWords(self.plan["v"], base, BLOCK * own.block, own.pair)
+        b = self.plan["factors"].view(base)[Factor.B, None]
+        for four in range(0, BLOCK, 4):
+            factor = load_four(b, 4 * own.block + four // 4)
+            for j in range(4):
+                v = unpack_word(rows.load(four + j))
+                rows.store(four + j, rounded([x * factor[j] for x in v]))
 
     def around(self, base, own):
         """Products of the decays of all blocks before the thread's, and of all after."""
@@ -56,3 +69,8 @@ class Tiles:
                     for x, y in zip(after, whole, strict=True)
                 ]
         return before, after
+
+
+def rounded(values):
+    """Two fp32 values as a word of bf16."""
+    return words(packed_bf16(values))[0]
