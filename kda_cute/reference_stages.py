@@ -313,6 +313,7 @@ def _chunk_gradients(scale, c: Activated, S, dS, U, dU, INV):
     dgc = dgc + c.q * rows_q + c.k * rows_k - c.k * columns
 
     moved = c.k * dkr
-    dg = dgc.flip(1).cumsum(1).flip(1) + (moved.cumsum(1) - moved)
+    before = torch.nn.functional.pad(moved.cumsum(1)[:, :-1], (0, 0, 1, 0))  # never minus its own
+    dg = dgc.flip(1).cumsum(1).flip(1) + before
     dg = dg + (eg * (dS * S).sum(1))[:, None]
     return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dv, dg, db

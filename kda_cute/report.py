@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from . import compile as kernel_compile
-from . import forward, ops
+from . import backward, forward, ops
 from .kernels.budget import WARPGROUP, Budget
 from .layouts import variants
 from .layouts.plan import format_table
@@ -121,7 +121,7 @@ def measure(spec: kernel_compile.KernelSpec, path: Path) -> Measured:
 
 def all_specs() -> list[kernel_compile.KernelSpec]:
     """Every configuration of the package that a call can ask for."""
-    return [*ops.recurrence_specs(), *forward.forward_specs()]
+    return [*ops.recurrence_specs(), *forward.forward_specs(), *backward.backward_specs()]
 
 
 def select(

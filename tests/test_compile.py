@@ -19,10 +19,11 @@ import pytest
 from cutlass import Float32
 
 from kda_cute import compile as kernel_compile
-from kda_cute import forward, ops, report
-from kda_cute.kernels import scan, transition
+from kda_cute import backward, forward, ops, report
+from kda_cute.kernels import gradients, scan, transition
 from kda_cute.kernels.budget import MMA_BF16, MMA_TF32, Role, wgmma_bf16
 from kda_cute.kernels.bwd_recurrence import Config
+from kda_cute.kernels.gradients.schedule import MMA_BF16_K8
 from kda_cute.layouts import variants
 
 SPECS = report.all_specs()
@@ -55,6 +56,11 @@ def test_specs_are_every_combination_of_arguments():
     assert len(set(configs)) == len(configs) == 2 * 3 * 2 * 2 + 2 * 2 * 3 * 2 * 2
     assert transition.Config("bf16", "softplus", "f32", True) in configs
     assert scan.Config(1, True, "bf16", False, True) in configs
+    configs = [spec.config for spec in backward.backward_specs()]
+    assert len(set(configs)) == len(configs) == 2 * (2 * 3 * 2 * 2) + 2 * 2 * 3 * 2
+    assert transition.Config("f32", "log", "bf16", False, backward=True) in configs
+    assert scan.ReverseConfig(2, False, "none", True) in configs
+    assert gradients.Config("bf16", "safe", "f32", True) in configs
 
 
 def test_the_report_covers_every_kernel():
@@ -75,8 +81,12 @@ def expected(spec) -> tuple:
         products = wgmma_bf16(64 if config.backward else 128)
         mma = {MMA_BF16: 128, MMA_TF32: 140, wgmma_bf16(32): 32, wgmma_bf16(48): 16, products: 8}
         return 128, 115_712, mma, 256, []
+    if spec.name == "gradients":
+        products = {wgmma_bf16(16): 32, wgmma_bf16(32): 112, wgmma_bf16(64): 8}
+        return 128, 232_448, {MMA_BF16: 672, MMA_BF16_K8: 192, **products}, 640, []
     n = config.groups
-    mma = {wgmma_bf16(64): 20 * n, wgmma_bf16(128): 4 * n}
+    narrow, wide = (12, 8) if config.reverse else (20, 4)
+    mma = {wgmma_bf16(64): narrow * n, wgmma_bf16(128): wide * n}
     return (168, 232_448, mma, 64, [40, 232]) if n == 2 else (255, 232_448, mma, 64, [])
 
 
@@ -176,8 +186,9 @@ def test_report_takes_the_chosen_kernels(monkeypatch, capsys):
     ):
         assert report.main(arguments) == 0
     assert "kept" in capsys.readouterr().out
+    two = [spec for spec in SPECS if spec.name in ("scan", "transition")]
     ids = [[spec_id(spec) for spec in specs] for specs in asked]
-    assert ids[:2] == [list(map(spec_id, specs)) for specs in (SPECS, forward.forward_specs())]
+    assert ids[:2] == [list(map(spec_id, specs)) for specs in (SPECS, two)]
     assert {spec.config.precision for spec in asked[2]} == {"bf16"}
     assert {spec.config.layout for spec in asked[2]} == set(variants.names("bwd_recurrence"))
     assert {(s.name, s.config.precision, s.config.layout) for s in asked[3]} == {
