@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from . import compile as kernel_compile
 from . import backward, forward, ops
+from . import compile as kernel_compile
 from .kernels.budget import WARPGROUP, Budget
 from .layouts import variants
 from .layouts.plan import format_table

@@ -18,8 +18,8 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Float32
 
-from kda_cute import compile as kernel_compile
 from kda_cute import backward, forward, ops, report
+from kda_cute import compile as kernel_compile
 from kda_cute.kernels import gradients, scan, transition
 from kda_cute.kernels.budget import MMA_BF16, MMA_TF32, Role, wgmma_bf16
 from kda_cute.kernels.bwd_recurrence import Config
