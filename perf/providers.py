@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from perf.forms import LEAVES, LOWER_BOUND, SCALE, Inputs
-from perf.shapes import HEAD_DIM, Shape, forward_stages
+from perf.shapes import HEAD_DIM, Shape, backward_stages, forward_stages
 
 OPTIONS = ("states", "nostates")  # of this package: keep every chunk's state for the backward?
 TOLERANCE = {"kda_cute": 1e-2, "cudnn": 2e-2, "fla": 2e-2}  # relative Frobenius error
@@ -164,12 +164,12 @@ def kda_cute(op, shape, inputs, options) -> list[Candidate]:
             call = chunk_kda_call(inputs[form])
             if op == "chunk_kda_bwd":
                 run = _backward(package.chunk_kda, call, inputs[form].do, save_states=states)
-                stages = {}
+                parts = backward_stages(shape, form) if states else {}
             else:
                 # Nothing is kept unless a gradient can be asked for.
                 run = _forward(package.chunk_kda, call, grad=states)
                 parts = forward_stages(shape, form, states=states)
-                stages = {f"kernels{part}": cost for part, cost in parts.items()}
+            stages = {f"kernels{part}": cost for part, cost in parts.items()}
             made.append(
                 Candidate(
                     "kda_cute", f"{form}/{option}", run, results, kernels, states, stages, host=True

@@ -113,12 +113,16 @@ def floor_us(moved: int) -> float:
 # ---------------------------------------------------------------- level 2
 # Bytes of one element of g and of beta, by the form in which a caller passes them (perf.forms).
 GATE_BYTES = {"A": 4, "B": 2, "prepared": 4}
-# Of each of level 2's forward kernels per chunk and head, in products of [64,128] with [128,64]:
+# Of each of level 2's kernels per chunk and head, in products of [64,128] with [128,64]:
 # L and mqk, w, u; then w S and kr^T U, which count twice, qd S likewise, and mqk U.
 FORWARD_HALF_UNITS = {"transition": 4, "scan": 7}
-BACKWARD_HALF_UNITS = 2 * (5 + 2 + 10)  # transition, scan, gradients
+# L and mqk, w; then dS kr^T, do^T qd and dU^T w, and do^T mqk; INV^T dU, do S, dvc S, U dS, do U^T,
+# dvc U^T, and pairs.
+BACKWARD_HALF_UNITS = {"transition": 3, "scan": 7, "gradients": 1 + 3 * 2 + 2 + 3}
 _HALF_UNIT_FLOPS = 2 * LONG_CHUNK * LONG_CHUNK * HEAD_DIM
 _STATE_BYTES = HEAD_DIM * HEAD_DIM * 2
+_ROWS_BYTES = LONG_CHUNK * HEAD_DIM * 2  # U, or dU, of a chunk
+_SAVED_BYTES = _STATE_BYTES + _ROWS_BYTES
 # w, kr, qd, u; mqk; qk; eg: what the transition leaves for the scan.
 _FACTOR_BYTES = LONG_CHUNK * (4 * 2 * HEAD_DIM + 2 * LONG_CHUNK + 4) + 4 * HEAD_DIM
 
@@ -130,7 +134,7 @@ def _input_bytes(form: str) -> int:
 
 def chunk_kda_bytes(op: str, shape: Shape, form: str, *, states: bool) -> int:
     """Bytes that a call must read and write once: its arguments and results; and, with `states`,
-    the bf16 state of every chunk that the forward keeps for the backward.
+    the bf16 state and U of every chunk that the forward keeps for the backward.
 
     op: chunk_kda_fwd reads q k v g beta and writes o; chunk_kda_bwd reads do as well and writes
     five gradients.
@@ -139,14 +143,14 @@ def chunk_kda_bytes(op: str, shape: Shape, form: str, *, states: bool) -> int:
         "chunk_kda_fwd": _input_bytes(form) + 2 * HEAD_DIM,
         "chunk_kda_bwd": 2 * _input_bytes(form) + 2 * HEAD_DIM,
     }[op]
-    return shape.H * (shape.T * per_token + states * shape.chunks * _STATE_BYTES)
+    return shape.H * (shape.T * per_token + states * shape.chunks * _SAVED_BYTES)
 
 
 def chunk_kda_flops(op: str, shape: Shape) -> int:
     """Floating-point operations of the matrix products of the chunk form, inverses left out."""
     half_units = {
         "chunk_kda_fwd": sum(FORWARD_HALF_UNITS.values()),
-        "chunk_kda_bwd": BACKWARD_HALF_UNITS,
+        "chunk_kda_bwd": sum(BACKWARD_HALF_UNITS.values()),
     }[op]
     return shape.H * shape.chunks * half_units * _HALF_UNIT_FLOPS
 
@@ -156,7 +160,32 @@ def forward_stages(shape: Shape, form: str, *, states: bool) -> dict[str, tuple[
     factors, outputs = shape.chunks * _FACTOR_BYTES, shape.T * 2 * HEAD_DIM
     moved = {
         "transition": shape.T * _input_bytes(form) + factors,
-        "scan": factors + outputs + states * shape.chunks * _STATE_BYTES,
+        "scan": factors + outputs + states * shape.chunks * _SAVED_BYTES,
     }
     flops = {n: shape.chunks * k * _HALF_UNIT_FLOPS for n, k in FORWARD_HALF_UNITS.items()}
     return {name: (shape.H * moved[name], shape.H * flops[name]) for name in moved}
+
+
+def backward_stages(shape: Shape, form: str) -> dict[str, tuple[int, int]]:
+    """Kernel of level 2's backward, states and U given -> (bytes that it must read and write, flops)."""
+    token, chunk = 2 * HEAD_DIM, LONG_CHUNK * LONG_CHUNK * 2
+    inputs = _input_bytes(form) - token  # without v
+    factors = _FACTOR_BYTES - _ROWS_BYTES  # without u
+    per_token = {
+        "transition": inputs,
+        "scan": token,  # do
+        "gradients": 2 * inputs + 2 * token,  # do; dq, dk, dg, dbeta, dv
+    }
+    per_chunk = {
+        "transition": factors + chunk,  # INV
+        "scan": factors + _SAVED_BYTES,  # dS, dU
+        "gradients": 2 * _SAVED_BYTES + chunk + (4 * (HEAD_DIM + 1) if form == "B" else 0),
+    }
+    flops = {n: shape.chunks * k * _HALF_UNIT_FLOPS for n, k in BACKWARD_HALF_UNITS.items()}
+    return {
+        name: (
+            shape.H * (shape.T * per_token[name] + shape.chunks * per_chunk[name]),
+            shape.H * flops[name],
+        )
+        for name in flops
+    }

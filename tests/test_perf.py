@@ -33,6 +33,7 @@ from perf.scalar_recurrence import ScalarConfig, scalar_recurrence, scalar_spec,
 from perf.shapes import (
     SHAPES,
     Shape,
+    backward_stages,
     bwd_recurrence_bytes,
     bwd_recurrence_flops,
     chunk_kda_bytes,
@@ -464,18 +465,21 @@ def nbytes(*tensors):
 
 def test_level_2_bytes_are_those_of_the_tensors():
     for shape in (DENSE, SMALL):
-        states = torch.empty(shape.chunks, shape.H, 128, 128, dtype=torch.bfloat16)
+        saved = [
+            torch.empty(shape.chunks, shape.H, rows, 128, dtype=torch.bfloat16)
+            for rows in (128, 64)  # states, U
+        ]
         for form in ("A", "B"):
             x = form_inputs(shape)[form]
             inputs = (x.q, x.k, x.v, x.g, x.beta)
             forward = functools.partial(chunk_kda_bytes, "chunk_kda_fwd", shape, form)
             assert forward(states=False) == nbytes(*inputs, x.v)
-            assert forward(states=True) == nbytes(*inputs, x.v, states)
+            assert forward(states=True) == nbytes(*inputs, x.v, *saved)
             backward = chunk_kda_bytes("chunk_kda_bwd", shape, form, states=True)
-            assert backward == nbytes(*inputs, x.do, *inputs, states)
+            assert backward == nbytes(*inputs, x.do, *inputs, *saved)
 
 
-def test_bytes_of_a_full_chunk_of_each_forward_kernel():
+def test_bytes_of_a_full_chunk_of_each_kernel():
     shape = Shape("one", (64,), 1)
     wide = [torch.empty(64, 128, dtype=torch.bfloat16)] * 4
     mqk, qk, eg = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(64), torch.empty(128)
@@ -485,10 +489,19 @@ def test_bytes_of_a_full_chunk_of_each_forward_kernel():
         for states in (False, True):
             found = forward_stages(shape, form, states=states)
             assert found["transition"][0] == 3 * 16_384 + gate + beta + factors
-            assert found["scan"][0] == factors + 16_384 + 32_768 * states
+            assert found["scan"][0] == factors + 16_384 + (32_768 + 16_384) * states
             flops = chunk_kda_flops("chunk_kda_fwd", shape)
             assert sum(n for _, n in found.values()) == flops
-    assert chunk_kda_flops("chunk_kda_bwd", shape) == 17 * 2 * 64 * 128 * 128
+        found = backward_stages(shape, form)
+        factors_of_backward = factors - 16_384 + 8_192  # INV in place of u
+        assert found["transition"][0] == 2 * 16_384 + gate + beta + factors_of_backward
+        assert found["scan"][0] == factors - 16_384 + 16_384 + 32_768 + 16_384
+        inputs, outputs = 3 * 16_384 + gate + beta, 3 * 16_384 + gate + beta
+        parts = 4 * (128 + 1) if form == "B" else 0
+        tiles = 2 * (32_768 + 16_384) + 8_192
+        assert found["gradients"][0] == inputs + outputs + tiles + parts
+        flops = chunk_kda_flops("chunk_kda_bwd", shape)
+        assert sum(n for _, n in found.values()) == flops == 11 * 2 * 64 * 128 * 128
 
 
 def test_forms_are_one_problem():
