@@ -115,9 +115,10 @@ def run(
     *,
     parameters: bool = True,
     initial_state: bool = True,
+    transition: Callable | None = None,
     reverse_scan: Callable | None = None,
 ) -> Gradients:
-    """The stages; `reverse_scan` stands for the kernel that the problem asks for."""
+    """The stages; `transition` and `reverse_scan` stand for the kernels that the problem asks for."""
     B, T, H, D = p.q.shape
     packed = p.cu_seqlens is not None
     slots = slot_count(B * T, p.num_seqs, packed)
@@ -141,7 +142,7 @@ def run(
     states, U = saved
     do = upstream(do, p)
     cu = low_words(p.cu_seqlens)
-    factors = forward.make_factors(p, slots, backward=True)
+    factors = forward.make_factors(p, slots, backward=True, kernel=transition)
 
     dstates = wide.new_empty(slots, H, D, D)
     dU = wide.new_empty(slots, H, CHUNK, D)

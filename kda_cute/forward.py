@@ -123,8 +123,8 @@ def chunk_kda_fwd(problem: Problem) -> Results:
         return run(problem.for_kernels())
 
 
-def run(p: Problem, scan: Callable | None = None) -> Results:
-    """The stages; `scan` stands for the kernel that the problem asks for."""
+def run(p: Problem, transition: Callable | None = None, scan: Callable | None = None) -> Results:
+    """The stages; `transition` and `scan` stand for the kernels that the problem asks for."""
     B, T, H, D = p.q.shape
     N = p.num_seqs
     o = torch.empty_like(p.v, memory_format=torch.contiguous_format)
@@ -140,7 +140,7 @@ def run(p: Problem, scan: Callable | None = None) -> Results:
             final.zero_() if p.initial_state is None else final.copy_(p.initial_state)
         return Results(o, final, states, U)
 
-    factors = make_factors(p, slots)
+    factors = make_factors(p, slots, kernel=transition)
     initial, v_first = p.initial_state, p.state_v_first
     scan = scan or _scan(
         groups(p),
@@ -161,7 +161,9 @@ def run(p: Problem, scan: Callable | None = None) -> Results:
     return Results(o, final, states, U)
 
 
-def make_factors(p: Problem, slots: int, backward: bool = False) -> Factors | BackwardFactors:
+def make_factors(
+    p: Problem, slots: int, backward: bool = False, kernel: Callable | None = None
+) -> Factors | BackwardFactors:
     """The factors of every chunk, by the transition kernel."""
     q, H = p.q, p.q.shape[2]
     wide, square = (slots, H, CHUNK, HEAD_DIM), (slots, H, CHUNK, CHUNK)
@@ -173,7 +175,7 @@ def make_factors(p: Problem, slots: int, backward: bool = False) -> Factors | Ba
     )
     packed = p.cu_seqlens is not None
     least_b = 0.0 if backward or p.beta_sigmoid or not p.save_states else LEAST_B
-    kernel = _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
+    kernel = kernel or _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
         q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),
         low_words(p.cu_seqlens), *factors,

@@ -17,7 +17,7 @@ import torch
 
 from kda_cute import backward, forward, ops, reference
 from kda_cute import compile as kernel_compile
-from kda_cute.kernels import bwd_recurrence, scan
+from kda_cute.kernels import bwd_recurrence, scan, transition
 from kda_cute.layouts import variants
 from kda_cute.problem import Problem
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads
@@ -95,10 +95,16 @@ def run_chunk_kda(every_lane: bool) -> int:
             forward.scan_spec(groups, True, "f32", True, True),
             backward.reverse_spec(groups, True, "f32", True),
         )
-        kernels = [load_scan(spec.config, every_lane) for spec in specs]
-        o, final, states, U = forward.run(problem, scan=kernels[0])
+        scans = [load_scan(spec.config, every_lane) for spec in specs]
+        transitions = [load_transition(form, every_lane) for form in (False, True)]
+        o, final, states, U = forward.run(problem, transitions[0], scans[0])
         grads = backward.run(
-            problem, do.to(DEVICE), dfinal.to(DEVICE), (states, U), reverse_scan=kernels[1]
+            problem,
+            do.to(DEVICE),
+            dfinal.to(DEVICE),
+            (states, U),
+            transition=transitions[1],
+            reverse_scan=scans[1],
         )
         got = {"o": o, "final_state": final, **grads._asdict()}
         got = {name: x.cpu().double() for name, x in got.items()}
@@ -111,6 +117,14 @@ def load_scan(config, every_lane: bool):
     config = dataclasses.replace(config, every_lane=every_lane)
     trace = functools.partial(scan.trace, config)
     return kernel_compile.load(kernel_compile.KernelSpec("scan", config, trace))
+
+
+def load_transition(of_backward: bool, every_thread: bool):
+    """A transition, in either form, for `chunk_problem`."""
+    spec = forward.transition_spec("bf16", "softplus", "bf16", True, backward=of_backward)
+    config = dataclasses.replace(spec.config, every_thread=every_thread)
+    trace = functools.partial(transition.trace, config)
+    return kernel_compile.load(kernel_compile.KernelSpec("transition", config, trace))
 
 
 def chunk_problem() -> Problem:

@@ -26,14 +26,14 @@ from ...device.warp_mma import (
     store_pair,
     transposed_a,
 )
-from .schedule import BLOCK, PAIR, NamedBar
+from .schedule import BLOCK, PAIR, NamedBar, meet
 
 
 class Inverse:
     """Code of warps 0 and 1 of each warpgroup, for its half of the tokens, then of warps 2 and 3."""
 
     def __init__(self, config, plan):
-        self.plan = plan
+        self.config, self.plan = config, plan
         self.mma = WarpMma("tf32")
 
     @cute.jit
@@ -41,13 +41,16 @@ class Inverse:
         """The inverse of a half's 32 x 32 block of I + L, in place of L, by warps `part` 0 and 1."""
         tile = self.plan["L"].view(base)
         low, high = 2 * group, 2 * group + 1
-        self.store(tile, low + part, low + part, self.diagonal(tile, low + part, lane), lane)
-        cute.arch.barrier(barrier_id=NamedBar.PAIR + group, number_of_threads=PAIR)
+        block = self.diagonal(tile, low + part, lane)
+        cute.arch.sync_warp()  # read before it is written
+        self.store(tile, low + part, low + part, block, lane)
+        meet(self.config, NamedBar.PAIR + group, PAIR)
         if part == 0:
             product = self.times(
                 self.times(self.rows(tile, high, high, lane), self.columns(tile, high, low, lane)),
                 self.columns(tile, low, low, lane),
             )
+            cute.arch.sync_warp()
             self.store(tile, high, low, [-x for x in product], lane)
 
     @cute.jit

@@ -54,6 +54,7 @@ from .schedule import (
     Gmem,
     NamedBar,
     Options,
+    meet,
     shared_memory,
 )
 from .tiles import Tiles
@@ -150,6 +151,7 @@ class Transition:
                     for bar in Bar:
                         cute.arch.mbarrier_init(bars + bar, 1)
                 cute.arch.mbarrier_init_fence()
+                cute.arch.sync_warp()
                 self.load(copies, at, base, bars)
             self.run(m, copies, options, grid, at, base, bars, warp)
 
@@ -222,23 +224,32 @@ class Transition:
         group, part = warp // 4, warp % 4
         if part < 2:
             self.inverse.half(base, group, part, lane)
-            cute.arch.barrier_arrive(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
+            if const_expr(not self.config.every_thread):
+                cute.arch.barrier_arrive(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
+        elif const_expr(self.config.every_thread):
+            cute.arch.sync_threads()  # the pairs' barrier
+        if const_expr(self.config.every_thread):
+            cute.arch.sync_threads()
         self.tiles.run(base, own)
         if const_expr(not self.config.backward):
             cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.tiles.scale_v(base, own)
         cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk, v
+        if const_expr(self.config.every_thread):
+            cute.arch.sync_threads()
         if warp == STORING:
-            cute.arch.barrier(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
+            if const_expr(not self.config.every_thread):
+                cute.arch.barrier(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
             for name in ("kr", "qd", "mqk"):
                 self.store(getattr(copies, name), self.plan[name], at, base)
             cute.arch.cp_async_bulk_commit_group()
-        else:
+        elif const_expr(not self.config.every_thread):
             cute.arch.barrier_arrive(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
         if part < 2:
             self.publish(base, group, part, lane)
         else:
-            cute.arch.barrier(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
+            if const_expr(not self.config.every_thread):
+                cute.arch.barrier(barrier_id=NamedBar.HALVES, number_of_threads=THREADS)
             self.inverse.corner(base, 2 + group, part - 2, lane)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()  # INV
@@ -307,10 +318,10 @@ class Transition:
         rounded = cute.make_rmem_tensor(acc.shape, BFloat16)
         rounded.store(acc.load().to(BFloat16))
         bar = NamedBar.GROUP + (name == "v")
-        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP * groups)  # all products ended
+        meet(self.config, bar, GROUP * groups)  # all products ended
         wg.store_matrix(mma, tid, rounded, tile.view(base))
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP * groups)
+        meet(self.config, bar, GROUP * groups)
         self.store_from_first(copy, tile, at, base, warp)
 
     @cute.jit

@@ -24,7 +24,7 @@ from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import packed_bf16, select
 from .columns import Columns, RowWords, falling, load_pair, rising, scaled
 from .gate import Total
-from .schedule import BLOCK, GROUP, LEVELS, C, Factor, NamedBar
+from .schedule import BLOCK, GROUP, LEVELS, C, Factor, NamedBar, meet
 
 HALF = C // 2  # tokens of a warpgroup; left or right rows of level 32
 LEFT = C  # left rows of an operand
@@ -72,9 +72,8 @@ class Pairs:
         self.results(base, values, LEVELS[-1], warp, lane)
         self.barrier(group)
 
-    @staticmethod
-    def barrier(group):
-        cute.arch.barrier(barrier_id=NamedBar.GROUP + group, number_of_threads=GROUP)
+    def barrier(self, group):
+        meet(self.config, NamedBar.GROUP + group, GROUP)
 
     # ------------------------------------------------------------ operands
     def operands(self, base, own, group, s, place):
