@@ -91,12 +91,13 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """HEAD, with "-dirty" when tracked files differ; else KDA_CUTE_COMMIT (a copy without history);
-    else "unknown".
+    """KDA_CUTE_COMMIT, of a copy whose history is another; else HEAD, with "-dirty" when tracked
+    files differ; else "unknown".
     """
-    head = _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
-    if head is None:
-        return os.environ.get("KDA_CUTE_COMMIT", "unknown")
+    named = os.environ.get("KDA_CUTE_COMMIT")
+    head = named or _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
+    if named or head is None:
+        return named or "unknown"
     changed = _output("git", "status", "--porcelain", "--untracked-files=no")
     return f"{head}-dirty" if changed else head
 

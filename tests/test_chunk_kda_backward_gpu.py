@@ -790,7 +790,8 @@ def test_halves_of_a_long_sequence_with_heads_that_differ(packed, cut, H):
         assert_same_bits(of_tokens(got), of_tokens(whole))
     raw = call_on_gpu("typical+states", "B", H=H, T=300)
     raw |= dict(A_log=torch.linspace(-1, 1, H, device=DEVICE))
-    check(raw, ups=upstream(raw), got=chained(raw, 130, *upstream(raw)))
+    ups = upstream(raw)
+    check(raw, ups=ups, got=chained(raw, 130, *ups), last=True)
 
 
 @pytest.mark.parametrize("v_first", (True, False))

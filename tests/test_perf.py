@@ -213,16 +213,16 @@ def test_results_refuse_what_they_cannot_describe(tmp_path):
         results.read(tmp_path / "b.json")
 
 
-def test_commit_comes_from_git_or_the_environment(monkeypatch):
+def test_commit_comes_from_the_environment_or_git(monkeypatch):
     answers = {"rev-parse": "abc", "status": None}
     monkeypatch.setattr(results, "_output", lambda *command: answers[command[1]])
     monkeypatch.setenv("KDA_CUTE_COMMIT", "def")
+    assert results.commit() == "def"
+    monkeypatch.delenv("KDA_CUTE_COMMIT")
     assert results.commit() == "abc"
     answers["status"] = " M file"
     assert results.commit() == "abc-dirty"
     answers["rev-parse"] = None
-    assert results.commit() == "def"
-    monkeypatch.delenv("KDA_CUTE_COMMIT")
     assert results.commit() == "unknown"
 
 
