@@ -213,7 +213,7 @@ def test_transition_plan():
         **dict.fromkeys(("kd", "qd", "kr"), ("tiles", "store")),
         "rows": ("pairs", "pairs"),
         "v": ("load", "store"),
-        "A": ("publish", "store"),
+        "INV": ("publish", "store"),
         "L": ("pairs", "publish"),
         "mqk": ("gate", "store"),
         "totals": ("gate", "tiles"),
@@ -233,9 +233,9 @@ def test_transition_plan():
     [
         ("rows", "L", "pairs"),  # one level's results leave while another's operands are made
         ("mqk", "k", "gate, gather"),
-        ("A", "L", "publish"),  # A is made of X
+        ("INV", "L", "publish"),  # INV is X, rounded
         ("kr", "kd", "tiles, invert, publish, multiply, store"),
-        ("A", "kd", "publish, multiply, store"),
+        ("INV", "kd", "publish, multiply, store"),
     ],
 )
 def test_transition_tiles_that_cannot_share(guest, host, steps):
