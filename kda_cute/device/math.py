@@ -2,7 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
+
+from .warp_mma import select
 
 LOG2E = 1.4426950408889634
 
@@ -20,3 +22,11 @@ def sigmoid(x):
 def clamp(x, top):
     """x as Int32 within [0, top]."""
     return cutlass.max(cutlass.min(Int32(x), top), 0)
+
+
+def softplus(y):
+    """log2(1 + 2^y), accurate also where 2^y is small."""
+    z = exp2(-cute.math.absf(y))
+    small = z * LOG2E * (1.0 - z * (0.5 - z * (1.0 / 3.0)))
+    large = cute.math.log2(1.0 + z, fastmath=True)
+    return cutlass.max(y, Float32(0)) + select(z < Float32(2.0**-8), small, large)

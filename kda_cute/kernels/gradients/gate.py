@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ...device.math import LOG2E, exp2
+from ...device.math import LOG2E, exp2, softplus
 from ...device.warp_mma import select, unpack_bf16
 from .schedule import DEEPEST, PAIRS, SPAN, THREADS, WARPS, C, Chunk, Gmem, Row
 
@@ -226,11 +226,3 @@ def store_two(tile, row, pair, values):
     two[0] = values[0]
     two[1] = values[1]
     cute.autovec_copy(two, cute.local_tile(tile[row, None], (2,), (pair,)))
-
-
-def softplus(y):
-    """log2(1 + 2^y), accurate also where 2^y is small."""
-    z = exp2(-cute.math.absf(y))
-    small = z * LOG2E * (1.0 - z * (0.5 - z * (1.0 / 3.0)))
-    large = cute.math.log2(1.0 + z, fastmath=True)
-    return cutlass.max(y, Float32(0)) + select(z < Float32(2.0**-8), small, large)

@@ -29,8 +29,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import tma
-from ...device.math import clamp, exp2
+from ...device import fakes, tma
+from ...device.math import exp2
+from ...device.slots import packed_chunk
 from ...layouts.variants import plan
 from .gate import Gate
 from .pairs import COUNT, Lane, Pairs, Place, again, unpack
@@ -278,34 +279,14 @@ class Gradients:
         index, _, _ = cute.arch.block_idx()
         T, H = m.q.shape[1], m.q.shape[2]
         slot, h = index // H, index % H
-        b, token, rows = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.varlen):
-            n = self.find_sequence(m, slot)
-            first, last = clamp(m.cu_seqlens[n], T), clamp(m.cu_seqlens[n + 1], T)
-            chunk = slot - (first // C + n)
-            if chunk >= 0:
-                token = first + chunk * C
-                rows = cutlass.max(cutlass.min(last - token, C), 0)
+            b = Int32(0)
+            token, rows = packed_chunk(m.cu_seqlens, T, slot)
         else:
             chunks = (T + C - 1) // C
-            b = slot // chunks
-            token = slot % chunks * C
+            b, token = slot // chunks, slot % chunks * C
             rows = cutlass.min(T - token, C)
         return Chunk(b, token, rows, slot, h)
-
-    @cute.jit
-    def find_sequence(self, m: Gmem, slot: Int32):
-        """The last sequence whose first slot is not past this one, by a 32-ary search."""
-        T, low, high = m.q.shape[1], Int32(0), Int32(m.cu_seqlens.shape[0] - 1)
-        lane = cute.arch.lane_idx()
-        while high - low > 1:
-            step = (high - low + 31) // 32
-            n = cutlass.min(low + lane * step, high - 1)
-            before = clamp(m.cu_seqlens[n], T) // C + n <= slot
-            count = cute.arch.popc(cute.arch.vote_ballot_sync(before))
-            low = cutlass.min(low + cutlass.max(count - 1, 0) * step, high - 1)
-            high = cutlass.min(low + step, high)
-        return low
 
 
 # ---------------------------------------------------------------- compile
@@ -314,42 +295,22 @@ def trace(config: Config):
     the callers' tensors are dynamic.
     """
     B, T, H, slots = (cute.sym_int() for _ in range(4))
-    types = {"bf16": BFloat16, "f32": Float32}
-
-    def strided(dtype, *shape):
-        pieces = 128 // dtype.width
-        stride = tuple(cute.sym_int64(divisibility=pieces) for _ in range(len(shape) - 1))
-        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
-
-    def compact(dtype, *shape):
-        order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(
-            dtype, shape, stride_order=order, assumed_align=16
-        )
-
-    def scalars(dtype):
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        return cute.runtime.make_fake_tensor(
-            dtype, (B, T, H), strides, assumed_align=dtype.width // 8
-        )
-
-    g, beta = types[config.g], types[config.beta]
+    g, beta = fakes.TYPES[config.g], fakes.TYPES[config.beta]
+    compact, strided, scalars = fakes.compact, fakes.strided, fakes.scattered
     A_log = dt_bias = cu = dA = ddt = None
     if config.gate != "log":
         A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
         dA, ddt = compact(Float32, slots, H), compact(Float32, slots, H, D)
     if config.varlen:
-        cu = cute.runtime.make_fake_tensor(
-            Int32, (cute.sym_int(),), (cute.sym_int(),), assumed_align=4
-        )
+        cu = fakes.offsets()
     tokens = lambda dtype: strided(dtype, B, T, H, D)  # noqa: E731
     arguments = (
-        tokens(BFloat16), tokens(BFloat16), tokens(BFloat16), tokens(g), scalars(beta),
+        tokens(BFloat16), tokens(BFloat16), tokens(BFloat16), tokens(g), scalars(beta, B, T, H),
         A_log, dt_bias, cu,
         *(compact(BFloat16, slots, H, D, D) for _ in range(2)),
         *(compact(BFloat16, slots, H, C, D) for _ in range(2)),
         compact(BFloat16, slots, H, C, C),
-        *(tokens(BFloat16) for _ in range(3)), tokens(g), scalars(beta), dA, ddt,
+        *(tokens(BFloat16) for _ in range(3)), tokens(g), scalars(beta, B, T, H), dA, ddt,
         Float32(0), Float32(0), Float32(0), Int32(0), Int32(0),
     )  # fmt: skip
     return Gradients(config), arguments

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
-from ...device import tma
+from ...device import fakes, tma
 from ...device.math import clamp
 from .schedule import WARPS, Bar, C, D, Extent, Gmem, Registers, Walk, shared_memory
 
@@ -106,23 +106,15 @@ class Fakes:
 
     def slotted(self, *shape, dtype=BFloat16):
         """[slots, H, *shape], contiguous."""
-        shape = (self.slots, self.H, *shape)
-        order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(
-            dtype, shape, stride_order=order, assumed_align=16
-        )
+        return fakes.compact(dtype, self.slots, self.H, *shape)
 
     def by_token(self):
         """[B, T, H, 128] with any strides that keep 16 bytes aligned."""
-        stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return _strided(BFloat16, (self.B, self.T, self.H, D), stride, 16)
+        return fakes.strided(BFloat16, self.B, self.T, self.H, D)
 
     def state(self, dtype):
         """[N, H, 128 (V), 128 (K)] with any strides; dtype None: None."""
-        if dtype is None:
-            return None
-        stride = tuple(cute.sym_int64() for _ in range(4))
-        return _strided(dtype, (self.N, self.H, D, D), stride, dtype.width // 8)
+        return None if dtype is None else fakes.scattered(dtype, self.N, self.H, D, D)
 
     def initial(self):
         return self.state({"none": None, "bf16": BFloat16, "f32": Float32}[self.config.initial])
@@ -131,10 +123,4 @@ class Fakes:
         return self.state(Float32 if self.config.final else None)
 
     def cu_seqlens(self):
-        if not self.config.varlen:
-            return None
-        return _strided(Int32, (cute.sym_int(),), (cute.sym_int(),), 4)
-
-
-def _strided(dtype, shape, stride, align):
-    return cute.runtime.make_fake_tensor(dtype, shape, stride=stride, assumed_align=align)
+        return fakes.offsets() if self.config.varlen else None

@@ -11,13 +11,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ...device.math import LOG2E, exp2, sigmoid, softplus
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import WarpMma, select, unpack_word, words
 from .columns import Columns, RowWords, falling, load_pair, store_pair
 from .schedule import (
     BLOCK,
     BLOCKS,
-    LOG2E,
     NORM_EPS,
     STEPS,
     C,
@@ -150,7 +150,7 @@ class Gate:
         if tid < C:
             b = Float32(raw.beta)
             if o.beta_sigmoid != 0:
-                b = cute.arch.rcp_approx(1.0 + exp2(b * -LOG2E))
+                b = sigmoid(b)
             b = b * o.beta_scale
             b = select(b == 0.0, o.least_b, b)
             line[Factor.B, tid] = select(tid < at.rows, b, Float32(0))
@@ -186,16 +186,3 @@ class Gate:
             factors[Factor.Q, row] = fq
             factors[Factor.BK, row] = fk * factors[Factor.B, row]
             m.qk[at.slot, at.h, row] = fk * fq * qk
-
-
-def exp2(x):
-    """2^x by the hardware's approximation, 0 far below."""
-    return cute.math.exp2(x, fastmath=True)
-
-
-def softplus(y):
-    """log2(1 + 2^y), accurate also where 2^y is small."""
-    z = exp2(-cute.math.absf(y))
-    small = z * LOG2E * (1.0 - z * (0.5 - z * (1.0 / 3.0)))
-    large = cute.math.log2(1.0 + z, fastmath=True)
-    return cutlass.max(y, Float32(0)) + select(z < Float32(2.0**-8), small, large)

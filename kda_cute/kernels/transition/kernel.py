@@ -30,9 +30,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import tma
+from ...device import fakes, tma
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
+from ...device.slots import packed_chunk
 from ...device.warp_mma import packed_bf16, select
 from .columns import Columns, load_four
 from .gate import Gate
@@ -343,38 +344,14 @@ class Transition:
         block, _, _ = cute.arch.block_idx()
         T = m.q.shape[1]
         slot, h = divmod(block, grid.heads)
-        b, token, rows = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.varlen):
-            n = self.find_sequence(m, slot)
-            first, last = clamp(m.cu_seqlens[n], T), clamp(m.cu_seqlens[n + 1], T)
-            chunk = slot - (first // C + n)
-            if chunk >= 0:
-                token = first + chunk * C
-                rows = cutlass.max(cutlass.min(last - token, C), 0)
+            b = Int32(0)
+            token, rows = packed_chunk(m.cu_seqlens, T, slot)
         else:
             b, chunk = divmod(slot, grid.chunks)
             token = chunk * C
             rows = cutlass.min(T - token, C)
         return Chunk(b, token, rows, slot, h)
-
-    @cute.jit
-    def find_sequence(self, m: Gmem, slot: Int32):
-        """The last sequence whose first slot is not past this one, by a 32-ary search."""
-        T, low, high = m.q.shape[1], Int32(0), Int32(m.cu_seqlens.shape[0] - 1)
-        lane = cute.arch.lane_idx()
-        while high - low > 1:
-            step = (high - low + 31) // 32
-            n = cutlass.min(low + lane * step, high - 1)
-            before = clamp(m.cu_seqlens[n], T) // C + n <= slot
-            count = cute.arch.popc(cute.arch.vote_ballot_sync(before))
-            low = cutlass.min(low + cutlass.max(count - 1, 0) * step, high - 1)
-            high = cutlass.min(low + step, high)
-        return low
-
-
-def clamp(x, top):
-    """x as Int32 within [0, top]."""
-    return cutlass.max(cutlass.min(Int32(x), top), 0)
 
 
 # ---------------------------------------------------------------- compile
@@ -383,39 +360,19 @@ def trace(config: Config):
     the callers' tensors are dynamic.
     """
     B, T, H, slots = (cute.sym_int() for _ in range(4))
-    types = {"bf16": BFloat16, "f32": Float32}
-
-    def strided(dtype, *shape):
-        pieces = 128 // dtype.width
-        stride = tuple(cute.sym_int64(divisibility=pieces) for _ in range(len(shape) - 1))
-        return cute.runtime.make_fake_tensor(dtype, shape, (*stride, 1), assumed_align=16)
-
-    def compact(dtype, *shape):
-        order = tuple(reversed(range(len(shape))))
-        return cute.runtime.make_fake_compact_tensor(
-            dtype, shape, stride_order=order, assumed_align=16
-        )
-
-    beta_type = types[config.beta]
-    beta = cute.runtime.make_fake_tensor(
-        beta_type,
-        (B, T, H),
-        tuple(cute.sym_int64() for _ in range(3)),
-        assumed_align=beta_type.width // 8,
-    )
+    compact, strided = fakes.compact, fakes.strided
+    beta = fakes.scattered(fakes.TYPES[config.beta], B, T, H)
     A_log = dt_bias = cu = None
     if config.gate != "log":
         A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
     if config.varlen:
-        cu = cute.runtime.make_fake_tensor(
-            Int32, (cute.sym_int(),), (cute.sym_int(),), assumed_align=4
-        )
+        cu = fakes.offsets()
     tokens = [strided(BFloat16, B, T, H, D) for _ in range(3)]
     wide = [compact(BFloat16, slots, H, C, D) for _ in range(4)]
     if config.backward:
         tokens[2], wide[3] = None, compact(BFloat16, slots, H, C, C)
     arguments = (
-        *tokens, strided(types[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
+        *tokens, strided(fakes.TYPES[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
         *wide, compact(BFloat16, slots, H, C, C), compact(Float32, slots, H, C), compact(Float32, slots, H, D),
         *(Float32(0),) * 4, Int32(0), Int32(0),
     )  # fmt: skip

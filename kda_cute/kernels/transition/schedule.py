@@ -20,7 +20,6 @@ WARPS, THREADS = 8, 256
 GROUP = 128  # threads of a warpgroup
 PAIR = 64  # of two warps
 LEVELS = ((1, 32), (16, 8), (4, 2))  # of the dyadic scheme, as they are multiplied
-LOG2E = 1.4426950408889634
 NORM_EPS = 1e-6
 CTAS = 2  # that share an SM
 STORING = 5  # the warp that copies kr, qd and mqk out: inverts little, and has no corner
