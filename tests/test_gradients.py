@@ -44,15 +44,18 @@ def spec(config):
         ("softplus", "plain", False, (150,)),
     ],
 )
-def test_oracle_is_autograd_of_the_token_recurrence(gate, beta, l2norm, lengths):
-    """The stages in float64, composed, against the recurrence; b of exactly 0 among plain ones."""
+@pytest.mark.parametrize("depth", (0, 50))
+def test_oracle_is_autograd_of_the_token_recurrence(gate, beta, l2norm, lengths, depth):
+    """The stages in float64, composed, against the recurrence; b of exactly 0 among plain ones.  All
+    of dg is tiny where gates are about -depth: no term may be a difference of larger ones.
+    """
     rng = torch.Generator().manual_seed(0)
     T, H, D, N = sum(lengths), 2, HEAD_DIM, len(lengths)
     rand = lambda *shape: torch.randn(*shape, generator=rng, dtype=F64)  # noqa: E731
     q, k, v, do, g = (rand(T, H, D) for _ in range(5))
     k = k if l2norm else 0.05 * k
     logits, A_log, dt_bias = rand(T, H), rand(H), rand(H, D)
-    g = -g.abs() if gate == "log" else g
+    g = -(g.abs() + depth) if gate == "log" else g + depth
     if beta == "plain":
         logits = logits.sigmoid()
         logits[::7] = 0
@@ -118,9 +121,10 @@ def test_kernel_keeps_its_budgets(objects, config):
     assert kernel.sass.count("WARPGROUP.DEPBAR") == 4, "a wait that nobody wrote"
 
 
+@pytest.mark.parametrize("g", ("bf16", "f32"))
 @pytest.mark.parametrize("layout", variants.names("gradients"))
-def test_plan_fits(layout):
-    plan = variants.plan("gradients", layout, "bf16")
+def test_plan_fits(layout, g):
+    plan = variants.plan("gradients", layout, "bf16", g=g)
     assert plan.total_bytes <= plan.limit == 232_448
 
 

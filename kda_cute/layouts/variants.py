@@ -142,33 +142,37 @@ TRANSITION = Family(
 )
 
 
-def gradients_tiles(wide: Layout, precision: str) -> list[Tile]:
-    """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the fp32 tiles.
+def gradients_tiles(wide: Layout, precision: str, *, g: str = "bf16") -> list[Tile]:
+    """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the fp32 tile gc, g the
+    dtype of the raw gates, which are loaded twice.
 
-    dU becomes dv in place. M and L hold both triangles, and nothing on the diagonal.
+    Outputs take their tiles: dv that of dU, dq and dk those of q and k, dg that of raw.  M and L hold
+    both triangles, and nothing on the diagonal.
     """
     swizzle, dense = Swizzle128(), Dense()
     return [
-        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("q", "k")),
+        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("q", "k", "dU")),
         *(Tile(name, (128, 128), "bf16", swizzle, last="multiply") for name in ("S", "dS")),
-        *(Tile(name, (64, 128), "bf16", swizzle, last="multiply") for name in ("do", "U", "dU")),
+        *(Tile(name, (64, 128), "bf16", swizzle, last="multiply") for name in ("do", "U")),
         Tile("INV", (64, 64), "bf16", swizzle, last="first"),
+        Tile("g", (64, 128), g, swizzle, last="sum"),
         Tile("gc", (64, 128), "f32", wide, first="gate", last="pairs"),
         *(Tile(n, (64, 64), "bf16", swizzle, first="first", last="pairs") for n in ("M", "L")),
-        Tile("exchange", (64, 128), "f32", dense, first="pairs", last="pairs"),
-        Tile("krdkr", (64, 128), "f32", wide, first="pairs"),
-        *(Tile(name, (64, 128), "f32", wide, first="columns") for name in ("dq", "dk", "dgc")),
-        Tile("gate_sums", (8, 128), "f32", dense, first="gate", last="gate"),
-        Tile("column_sums", (24, 128), "f32", dense, first="columns"),
+        Tile("exchange", (64, 128), "f32", dense, first="pairs"),
+        Tile("krdkr", (64, 128), "f32", dense, first="pairs"),
+        Tile("raw", (64, 128), g, swizzle, first="pairs"),
+        Tile("gate_sums", (8, 128), "f32", dense, first="sum", last="first"),
+        Tile("sums", (4, 128), "f32", dense, first="pairs"),  # see gradients.schedule.Sum
+        Tile("dots", (16, 64), "f32", dense, first="pairs"),  # parts of q . dq, then of k . dk
         Tile("dgT", (2, 128), "f32", dense, first="multiply"),
-        Tile("rows", (11, 64), "f32", dense, first="gate"),  # see gradients.schedule.Row
+        Tile("rows", (11, 64), "f32", dense),  # see gradients.schedule.Row
         Tile("chunk", (1, 8), "i64", dense),
-        Tile("barriers", (1, 3), "i64", dense),
+        Tile("barriers", (1, 6), "i64", dense),
     ]
 
 
 GRADIENTS = Family(
-    steps=("load", "gate", "first", "multiply", "pairs", "columns"),
+    steps=("load", "sum", "gate", "first", "multiply", "pairs", "columns"),
     tiles=gradients_tiles,
     layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136)},
     precisions=("bf16",),

@@ -12,13 +12,15 @@ state on entering the chunk, dS the gradient of the state on leaving it; dv = b 
 
 then the backward of norms, gate and beta.  Steps:
 
-    load      TMA: S, dS, do, U, dU, INV, q, k; the gate by ordinary loads
-    gate      do S^T and U dS^T start; gc, b, norms
+    load      TMA, in the order of need: g, k, q, do, S, U, dS, dU, INV
+    sum, gate gc, b, norms; do S^T and U dS^T
     first     warpgroups 0, 1: dv, over dU, and dbeta; warpgroups 2, 3: M = dM times norms
     multiply  L = dL times norms; dv S^T; sum_v dS S; dv to global memory
-    pairs     see `pairs`: registers hold dq, dk, dgc of 16 channels and 32 tokens of a warp
-    columns   sums over tokens, gate, norms, out
+    pairs     see `pairs`: registers hold dq, dk, dgc of 16 channels and 32 tokens of a warp; TMA
+              brings g again
+    columns   sums over tokens and over channels, norms, gate; TMA takes dq, dk, dg out
 
+A CTA asks L2 for the inputs of one that starts later.
 M and L have the norms' factors in them, so that dq and dk grow as gradients over the norm.  Rows
 past the sequence's end are zeroed in shared memory.
 """
@@ -32,12 +34,15 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import fakes, tma
 from ...device.math import exp2
 from ...device.slots import packed_chunk
-from ...layouts.variants import plan
 from .gate import Gate
-from .pairs import COUNT, Lane, Pairs, Place, again, unpack
+from .pairs import Lane, Pairs, Place, again, unpack
 from .products import Products
 from .schedule import (
+    AHEAD,
+    BLOCK,
     GROUP,
+    PAIRS,
+    PREFETCHING,
     THREADS,
     Bar,
     C,
@@ -46,12 +51,16 @@ from .schedule import (
     Copies,
     D,
     Gmem,
+    Grid,
     Options,
     Row,
+    Stores,
+    shared_memory,
 )
 from .tokens import Tokens
 
-TOKEN_TILES = ("q", "k", "do")
+TOKEN_TILES = ("g", "k", "q", "do")
+STORED = {"dq": "q", "dk": "k", "dv": "dU", "dg": "raw"}  # tiles that are copied out
 
 
 class Gradients:
@@ -59,7 +68,7 @@ class Gradients:
 
     def __init__(self, config: Config):
         self.config = config
-        self.plan = plan("gradients", config.layout, "bf16")
+        self.plan = shared_memory(config)
         self.gate, self.tokens = Gate(config, self.plan), Tokens(config, self.plan)
         self.products, self.pairs = Products(config, self.plan), Pairs(config, self.plan)
 
@@ -86,8 +95,18 @@ class Gradients:
                 for name in Copies._fields
             )
         )
-        self.kernel(m, copies, options).launch(
-            grid=(S.shape[0] * q.shape[2], 1, 1),
+        stores = Stores(
+            *(
+                tma.make_store(tma.permuted(getattr(m, name), [1, 3, 2, 0]), self.plan[tile])
+                for name, tile in STORED.items()
+            )
+        )
+        T, H = q.shape[1], q.shape[2]
+        grid = Grid(
+            cute.FastDivmodDivisor(H), cute.FastDivmodDivisor(cutlass.max((T + C - 1) // C, 1))
+        )
+        self.kernel(m, copies, stores, options, grid).launch(
+            grid=(S.shape[0] * H, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -95,66 +114,114 @@ class Gradients:
         )
 
     @cute.kernel
-    def kernel(self, m: Gmem, copies: Copies, options: Options):
+    def kernel(self, m: Gmem, copies: Copies, stores: Stores, options: Options, grid: Grid):
         base = cutlass.memory.SmemAllocator().allocate(self.plan.total_bytes, 1024)
         bars = self.plan["barriers"].view(base).iterator
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tid, _, _ = cute.arch.thread_idx()
-        at = self.find_chunk(m)
+        at = self.find_chunk(m, grid)
         if at.rows > 0:
             if warp == 0:
-                self.remember(m, at, base)
                 with cute.arch.elect_one():
                     for bar in Bar:
                         cute.arch.mbarrier_init(bars + bar, 1)
                 cute.arch.mbarrier_init_fence()
+                cute.arch.sync_warp()
                 self.load(copies, at, base, bars)
-            self.run(m, options, at, base, bars, warp, tid)
+                self.remember(at, base)
+            self.run(m, copies, stores, options, grid, at, base, bars, warp, tid)
         else:
             self.gate.clear_parameters(m, at, tid)
 
     def load(self, copies, at, base, bars):
-        """Issue all copies."""
+        """Issue all copies, in the order in which they are wanted."""
         by_bar = {
-            Bar.STATES: ("do", "S", "U", "dS"),
-            Bar.INVERSE: ("dU", "INV"),
+            Bar.GATE: ("g",),
             Bar.ROWS: ("k", "q"),
+            Bar.START: ("do", "S"),
+            Bar.END: ("U", "dS"),
+            Bar.INVERSE: ("dU", "INV"),
         }
         for bar, names in by_bar.items():
-            nbytes = sum(self.plan[name].copy_bytes for name in names)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(bars + bar, nbytes)
+            self.expect(bars + bar, names)
             for name in names:
-                copy, tile = getattr(copies, name), self.plan[name]
-                if name in TOKEN_TILES:
-                    rows = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
-                else:
-                    rows = copy.tensor[None, None, at.h, at.slot]
-                tma.load(
-                    copy, cute.local_tile(rows, tile.shape, (0, 0)), tile.view(base), bars + bar
-                )
+                block = self.block(getattr(copies, name), name, at)
+                tma.load(getattr(copies, name), block, self.plan[name].view(base), bars + bar)
+
+    def expect(self, bar, names):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                bar, sum(self.plan[name].copy_bytes for name in names)
+            )
+
+    def block(self, copy, name, at):
+        """A chunk's block of the tensor `name`."""
+        if name in TOKEN_TILES:
+            rows = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
+        else:
+            rows = copy.tensor[None, None, at.h, at.slot]
+        return cute.local_tile(rows, self.plan[name].shape, (0, 0))
+
+    @cute.jit
+    def load_again(self, copy: tma.Tma, at: Chunk, base, bars, warp: Int32):
+        """The raw gates, for the backward."""
+        if warp == 0:
+            self.expect(bars + Bar.AGAIN, ("raw",))
+            tma.load(copy, self.block(copy, "g", at), self.plan["raw"].view(base), bars + Bar.AGAIN)
+
+    @cute.jit
+    def prefetch(self, m: Gmem, copies: Copies, grid: Grid, at: Chunk, base, warp: Int32):
+        """What a later CTA will load, to L2; the tokens of packed sequences are a guess, which never
+        matters for the results.
+        """
+        if warp == PREFETCHING:
+            index, _, _ = cute.arch.block_idx()
+            slot, h = divmod(index + AHEAD, grid.heads)
+            if slot < m.S.shape[0]:
+                b, token = Int32(0), at.token + (slot - at.slot) * C
+                if const_expr(not self.config.varlen):
+                    b, chunk = divmod(slot, grid.chunks)
+                    token = chunk * C
+                later = Chunk(b, token, Int32(C), slot, h)
+                if token < m.q.shape[1]:
+                    for name in TOKEN_TILES:
+                        self.prefetch_one(copies, name, later, base)
+                for name in Copies._fields:
+                    if const_expr(name not in TOKEN_TILES):
+                        self.prefetch_one(copies, name, later, base)
+
+    def prefetch_one(self, copies, name, at, base):
+        copy = getattr(copies, name)
+        tma.prefetch(copy, self.block(copy, name, at), self.plan[name].view(base))
 
     # ------------------------------------------------------------ steps
     @cute.jit
-    def run(self, m: Gmem, o: Options, at: Chunk, base, bars, warp: Int32, tid: Int32):
+    def run(
+        self, m: Gmem, copies: Copies, stores: Stores, o: Options, grid: Grid, at: Chunk, base, bars,
+        warp: Int32, tid: Int32,
+    ):  # fmt: skip
         """The steps."""
         lane = cute.arch.lane_idx()
-        raw = self.gate.read(self.gates(m, *self.where(m, at)), at.rows, tid)
+        parameters = self.gate.parameters(m, at, 2 * (tid % PAIRS), 1)
         self.tokens.activate_beta(m, at, base, tid, o)
         cute.arch.sync_threads()  # the barriers are ready
-        cute.arch.mbarrier_wait(bars + Bar.STATES, 0)
+        cute.arch.mbarrier_wait(bars + Bar.GATE, 0)
+        raw = self.gate.read(base, tid)
+        sums = self.gate.accumulate(at, base, tid, raw, parameters, o.lower_bound)
+        cute.arch.mbarrier_wait(bars + Bar.ROWS, 0)
         if at.rows < C:
-            cute.arch.mbarrier_wait(bars + Bar.ROWS, 0)
+            cute.arch.mbarrier_wait(bars + Bar.START, 0)
             self.zero_tail(at, base, tid)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
-        acc_q = self.products.by_state(base, tid, "S", "do")
-        acc_kr = self.products.by_state(base, tid, "dS", "U")
-        sums = self.gate.accumulate(m, at, base, tid, raw, o.lower_bound)
-        cute.arch.mbarrier_wait(bars + Bar.ROWS, 0)
         self.tokens.norms(base, tid, o)
         cute.arch.sync_threads()  # gate totals, b, norms
+        cute.arch.mbarrier_wait(bars + Bar.START, 0)
+        acc_q = self.products.by_state(base, tid, "S", "do")
         self.gate.publish(base, tid, sums)
+        cute.arch.mbarrier_wait(bars + Bar.END, 0)
+        acc_kr = self.products.by_state(base, tid, "dS", "U")
+        self.prefetch(m, copies, grid, at, base, warp)
         cute.arch.mbarrier_wait(bars + Bar.INVERSE, 0)
         if warp < 8:
             self.products.values(base, tid, lane)
@@ -162,36 +229,60 @@ class Gradients:
             acc = self.products.by_tokens(base, tid - 2 * GROUP, 2, "do")
             warpgroup.wait_group(0)
             self.products.publish(base, tid - 2 * GROUP, lane, acc, "M", 1.0)
-        cute.arch.fence_view_async_shared()  # dv is an operand
+        cute.arch.fence_view_async_shared()  # dv is an operand, and copied out
         cute.arch.sync_threads()  # gc, dv, M
         acc_L = self.products.by_tokens(base, tid, 4, "dU")
         acc_k = self.products.by_state(base, tid, "S", "dU")
+        if at.rows == C:
+            self.store(stores, ("dv",), at, base, warp)
+        else:
+            self.tokens.store_rows(m.dv, "dU", at, base, tid)
         self.products.decay(base, lane, warp % 8, warp // 8)
-        self.tokens.store_dv(m, at, base, tid)
         warpgroup.wait_group(1)
         self.products.publish(base, tid, lane, acc_L, "L", -1.0)
         warpgroup.wait_group(0)
         cute.arch.sync_threads()  # L; the states are free
+        self.load_again(copies.g, at, base, bars, warp)
         place = Place(again(warp), again(lane))
         registers = self.combine(base, place, acc_q, acc_k, acc_kr)
         self.pairs.run(base, place, registers)
-        cute.arch.sync_threads()  # gc, M, L are free
-        self.keep(base, place, "dq", registers.dq)
-        self.keep(base, place, "dk", registers.dk)
-        self.keep(base, place, "dgc", registers.dgc)
-        (at, place_of_g), tid = self.recall(base), again(tid)
-        raw = self.gate.read(self.gates(m, *place_of_g), at.rows, tid)
-        cute.arch.sync_threads()
-        columns = self.gate.sum_columns(base, tid)
-        self.tokens.finish(m, at, base, tid)
-        self.tokens.store_dbeta(m, at, base, tid)
-        cute.arch.sync_threads()  # sums of the spans of tokens
-        columns = self.gate.finish_columns(base, tid, columns)
-        dA = self.gate.backward(m, at, base, tid, raw, columns, o.lower_bound)
-        if const_expr(self.config.gate != "log"):
-            self.gate.keep_dA(base, tid, dA)
-            cute.arch.sync_threads()
-            self.gate.store_parameters(m, at, base, tid)
+        at, place = self.recall(base), Place(again(warp), again(lane))
+        columns = self.gate.sum_tokens(base, place, registers.dgc, self.krdkr(base, place))
+        parameters = self.gate.parameters(m, at, BLOCK * place.channels + place.r, 8)
+        self.tokens.dot_parts(base, place, registers)
+        cute.arch.sync_threads()  # parts of sums over channels; totals of tokens
+        self.tokens.finish(base, place, registers)
+        cute.arch.mbarrier_wait(bars + Bar.AGAIN, 0)
+        self.gate.backward(at, base, place, columns, parameters, o.lower_bound)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()  # dq, dk, dg, parts of ddt_bias and dA_log
+        self.finish(m, stores, self.recall(base), base, warp, 32 * place.warp + place.lane)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def finish(self, m: Gmem, stores: Stores, at: Chunk, base, warp: Int32, tid: Int32):
+        """Everything to global memory."""
+        if at.rows == C:
+            self.store(stores, ("dq", "dk", "dg"), at, base, warp)
+        else:
+            self.tokens.store_rows(m.dq, "q", at, base, tid)
+            self.tokens.store_rows(m.dk, "k", at, base, tid)
+            if const_expr(self.config.g == "bf16"):
+                self.tokens.store_rows(m.dg, "raw", at, base, tid)
+            else:
+                self.tokens.store_values(m.dg, "raw", at, base, tid)
+        self.tokens.store_dbeta(m, at, base, tid - GROUP)
+        self.gate.store_parameters(m, at, base, tid)
+
+    @cute.jit
+    def store(self, stores: Stores, names: cutlass.Constexpr, at: Chunk, base, warp: Int32):
+        """Copy whole tiles to global memory."""
+        if warp == 0:
+            for name in names:
+                copy, tile = getattr(stores, name), self.plan[STORED[name]]
+                rows = cute.domain_offset((at.token, 0), copy.tensor[None, None, at.h, at.b])
+                tma.store(copy, tile.view(base), cute.local_tile(rows, tile.shape, (0, 0)))
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def zero_tail(self, at: Chunk, base, tid: Int32):
@@ -200,7 +291,7 @@ class Gradients:
             self.zero(base, i // D, i % D)
 
     def zero(self, base, row, col):
-        for name in TOKEN_TILES:
+        for name in ("q", "k", "do"):
             self.plan[name].view(base)[row, col] = BFloat16(0)
 
     def combine(self, base, place, acc_q, acc_k, acc_kr):
@@ -212,9 +303,9 @@ class Gradients:
         gc, rows = place.view(tile), self.plan["rows"].view(base)
         fk, fq = (place.tokens(rows[row, None]) for row in (Row.FK, Row.FQ))
         last = [tile[C - 1, 16 * place.channels + place.r + 8 * half] for half in range(2)]
-        krdkr = place.view(self.plan["krdkr"].view(base))
         for block in range(2):
             k, q = lane.words(block)
+            krdkr = cute.make_rmem_tensor((4, 2), Float32)
             for w in range(4):
                 half, s = w % 2, w // 2
                 factors = cute.make_rmem_tensor((2, 2), Float32)
@@ -229,62 +320,57 @@ class Gradients:
                     from_q = acc_q[e] * (start * factors[i, 1])
                     from_k = acc_k[e] * (start * factors[i, 0])  # minus the gradient
                     from_end = acc_kr[e] * (end * factors[i, 0])
-                    krdkr[i, half, s, block] = kw[i] * from_end
+                    krdkr[2 * w % 4 + i, w // 2] = kw[i] * from_end
                     lane.dq[e] = from_q
                     lane.dk[e] = from_end - from_k
                     lane.dgc[e] = qw[i] * from_q - kw[i] * from_k
+            cute.autovec_copy(krdkr, self.own(base, place, block))
             self.pairs.same_token(base, place, lane, block, k, q)
             self.pairs.neighbours(base, place, lane, block, k, q)
             cute.arch.sync_warp()
         return lane
 
-    def keep(self, base, place, name, values):
-        """A lane's values to an fp32 tile."""
-        view = place.view(self.plan[name].view(base))
-        for e in range(COUNT):
-            view[e % 2, e // 2 % 2, e // 4 % 2, e // 8] = values[e]
+    def own(self, base, place, block):
+        """The lane's 8 values of a block in the tile krdkr: two by two vectors of 4, those of a warp
+        side by side.
+        """
+        pointer = cute.recast_ptr(self.plan["krdkr"].pointer(base), dtype=Float32)
+        offset = cute.assume(((4 * place.warp + 2 * block) * 32 + place.lane) * 4, divby=4)
+        return cute.make_tensor(pointer + offset, cute.make_layout((4, 2), stride=(1, 128)))
+
+    def krdkr(self, base, place):
+        """The lane's values."""
+        values = []
+        for block in range(2):
+            eight = cute.make_rmem_tensor((4, 2), Float32)
+            cute.autovec_copy(self.own(base, place, block), eight)
+            values += [eight[i, j] for j in range(2) for i in range(4)]
+        return values
 
     # ------------------------------------------------------------ which chunk
-    def where(self, m, at):
-        """Address of the chunk's first gate, and elements from token to token."""
-        offset = cute.assume(cute.crd2idx((at.b, at.token, at.h, 0), m.g.layout), divby=2)
-        return (m.g.iterator + offset).toint(), m.g.stride[1]
-
-    def gates(self, m, address, stride):
-        """The chunk's raw gates [token, channel]."""
-        dtype = m.g.element_type
-        start = cute.make_ptr(
-            dtype, address, cute.AddressSpace.gmem, assumed_align=2 * dtype.width // 8
-        )
-        layout = cute.make_layout((C, D), stride=(cute.assume(stride, divby=2), 1))
-        return cute.make_tensor(start, layout)
-
-    def remember(self, m, at, base):
+    def remember(self, at, base):
         """The chunk to shared memory, so that it takes no registers while `pairs` wants them all."""
-        words = self.plan["chunk"].view(base)
-        values = (*at, *self.where(m, at))
-        for i in range(len(values)):
-            words[0, i] = Int64(values[i])
+        line = self.plan["chunk"].view(base)
+        for i in range(len(at)):
+            line[0, i] = Int64(at[i])
 
     def recall(self, base):
-        """(chunk, `where` its gates are)."""
-        words = self.plan["chunk"].view(base)
-        count = len(Chunk._fields)
-        at = Chunk(*(Int32(words[0, i]) for i in range(count)))
-        return at, (words[0, count], words[0, count + 1])
+        """The chunk."""
+        line = self.plan["chunk"].view(base)
+        return Chunk(*(Int32(line[0, i]) for i in range(len(Chunk._fields))))
 
     @cute.jit
-    def find_chunk(self, m: Gmem):
+    def find_chunk(self, m: Gmem, grid: Grid):
         """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""
         index, _, _ = cute.arch.block_idx()
-        T, H = m.q.shape[1], m.q.shape[2]
-        slot, h = index // H, index % H
+        T = m.q.shape[1]
+        slot, h = divmod(index, grid.heads)
         if const_expr(self.config.varlen):
             b = Int32(0)
             token, rows = packed_chunk(m.cu_seqlens, T, slot)
         else:
-            chunks = (T + C - 1) // C
-            b, token = slot // chunks, slot % chunks * C
+            b, chunk = divmod(slot, grid.chunks)
+            token = chunk * C
             rows = cutlass.min(T - token, C)
         return Chunk(b, token, rows, slot, h)
 

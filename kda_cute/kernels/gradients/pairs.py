@@ -35,7 +35,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
-from ...device.warp_mma import from_bits, packed_bf16, select
+from ...device.warp_mma import from_bits, multiply_bf16x2, packed_bf16, select
 from .schedule import BLOCK, C, NamedBar, Row
 
 COUNT = 16  # values of a lane
@@ -399,9 +399,8 @@ def unpack(word):
 
 
 def scaled(word, factors):
-    """A word's two values times two factors, rounded."""
-    values = [x * f for x, f in zip(unpack(again(word)), factors, strict=True)]
-    return cute.recast_tensor(packed_bf16(values), Int32)[0]
+    """A word's two values times two factors, each rounded."""
+    return multiply_bf16x2(word, cute.recast_tensor(packed_bf16(factors), Int32)[0])
 
 
 def load_words(rows, row_step, chunk_step, transpose=False):

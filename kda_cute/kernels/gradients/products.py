@@ -7,7 +7,9 @@ tokens, in the order of the fragments that `pairs` works on.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 
 from ...device import warpgroup as wg
 from ...device.math import exp2
@@ -111,48 +113,92 @@ class Products:
 
     def publish(self, base, tid, lane, acc, name, sign):
         """The strictly lower half of the product, times the rows' factors, to both triangles of the
-        tile M or L; the pairs of neighbours, and M's diagonal, to `rows`.
+        tile M or L; the pairs of neighbours, and M's diagonal, to `rows`.  A warp has a row of blocks
+        of 16 by 16.
         """
-        line, tile = self.plan["rows"].view(base), self.plan[name]
-        r, c, warp = lane // 4, lane % 4, tid % GROUP // 32
-        blocks = cute.size(acc) // 4  # of 8 columns
-        first = tid // GROUP * blocks
-        row, col = BLOCK * warp + r, 8 * first + 2 * c
-        lower = MatrixRows(tile, base, 0, row, first)
-        upper = [MatrixRows(tile, base, 0, col + i, 2 * warp) for i in range(2)]
-        left = Row.FQ if name == "M" else Row.FK
-        f = [line[left, row + 8 * half] * sign for half in range(2)]
+        blocks = cute.size(acc) // 8
+        warp = cute.arch.make_warp_uniform(tid // 32)
         for n in range(blocks):
+            self.publish_block(
+                base, lane, acc, name, sign, n, warp % 4, warp // 4 * blocks + n
+            )  # fmt: skip
+
+    @cute.jit
+    def publish_block(
+        self, base, lane: Int32, acc: cute.Tensor, name: cutlass.Constexpr, sign: cutlass.Constexpr,
+        n: cutlass.Constexpr, i: Int32, j: Int32,
+    ):  # fmt: skip
+        """The block number n of the warp, at (i, j) in blocks."""
+        if i > j:
+            self.store_block(
+                base, lane, name, i, j, self.scaled(base, lane, acc, name, sign, n, i, j)
+            )
+        if i == j:
+            self.store_diagonal(
+                base, lane, name, i, self.scaled(base, lane, acc, name, sign, n, i, j)
+            )
+
+    def scaled(self, base, lane, acc, name, sign, n, i, j):
+        """Values of a block times the rows' factors, in the order i + 2 half + 4 s."""
+        line, (r, c) = self.plan["rows"].view(base), (lane // 4, lane % 4)
+        left = Row.FQ if name == "M" else Row.FK
+        f = [line[left, BLOCK * i + r + 8 * half] * sign for half in range(2)]
+        out = []
+        for s in range(2):
             fk = cute.make_rmem_tensor((2,), Float32)
-            cute.autovec_copy(cute.local_tile(line[Row.FK, None], (2,), (4 * (first + n) + c,)), fk)
-            for half in range(2):
-                x = [acc[i + 2 * half + 4 * n] * (f[half] * fk[i]) for i in range(2)]
-                i, j = row + 8 * half, col + 8 * n
-                to = [
-                    lower.piece_pointer(8 * half, n) + cute.assume(2 * c, divby=2),
-                    *(rows.piece_pointer(8 * n, half) + r for rows in upper),
-                ]
-                self.keep_pair(to, line, i, j, x, 0 if name == "M" else C // 2)
-                if name == "M":
-                    self.keep_diagonal(line, i, j, x)
+            row = line[Row.FK, None]
+            cute.autovec_copy(cute.local_tile(row, (2,), (BLOCK // 2 * j + 4 * s + c,)), fk)
+            out += [
+                acc[8 * n + 4 * s + 2 * h + e] * (f[h] * fk[e]) for h in range(2) for e in range(2)
+            ]
+        return out
+
+    def store_block(self, base, lane, name, i, j, values):
+        """A block below the diagonal, and transposed above it."""
+        rounded, tile, names = packed_bf16(values), self.plan[name], LaneRows(lane)
+        row, chunk = names.rows_first()
+        MatrixRows(tile, base, 0, BLOCK * i + row, 2 * j + chunk).store(rounded)
+        row, chunk = names.columns_first()
+        MatrixRows(tile, base, 0, BLOCK * j + row, 2 * i + chunk).store(rounded, transpose=True)
+
+    def store_diagonal(self, base, lane, name, i, values):
+        """A block on the diagonal: its lower half, and that transposed."""
+        line, (r, c) = self.plan["rows"].view(base), (lane // 4, lane % 4)
+        rounded = packed_bf16(values)
+        four = cute.recast_tensor(rounded, Int32)  # by half, then s
+        below = select(r > 2 * c, Int32(0xFFFF), Int32(0)) | select(
+            r > 2 * c + 1, Int32(-65536), Int32(0)
+        )
+        for w in (0, 3):
+            four[w] = (four[w] & below) | (transposed(four[w]) & ~below)
+        four[2] = transposed(four[1])
+        row, chunk = LaneRows(lane).rows_first()
+        MatrixRows(self.plan[name], base, 0, BLOCK * i + row, 2 * i + chunk).store(rounded)
+        first = 0 if name == "M" else C // 2
+        for half in range(2):
+            even, odd = values[6 * half], values[6 * half + 1]
+            at = BLOCK * i + 8 * half
+            self.keep_if(r == 2 * c + 1, line, Row.PAIRS, first + at // 2 + c, even)
+            if name == "M":
+                value = select(r % 2 == 0, even, odd)
+                self.keep_if(r // 2 == c, line, Row.DIAGONAL, at + r, value)
 
     @cute.jit
-    def keep_pair(self, to, line: cute.Tensor, row: Int32, col: Int32, x, first: cutlass.Constexpr):
-        """x at (row, col) and (row, col + 1), and where those are lower, transposed; also on the
-        diagonal, which nobody reads.
-        """
-        rounded = packed_bf16(x)
-        if row > col:
-            cute.autovec_copy(rounded, cute.make_tensor(to[0], cute.make_layout(2)))
-            cute.make_tensor(to[1], cute.make_layout(1))[0] = rounded[0]
-            if row > col + 1:
-                cute.make_tensor(to[2], cute.make_layout(1))[0] = rounded[1]
-            else:
-                line[Row.PAIRS, first + col // 2] = x[0]
+    def keep_if(self, mine: Boolean, line: cute.Tensor, row, at: Int32, value: Float32):
+        if mine:
+            line[row, at] = value
 
-    @cute.jit
-    def keep_diagonal(self, line: cute.Tensor, row: Int32, col: Int32, x):
-        if row == col:
-            line[Row.DIAGONAL, row] = x[0]
-        if row == col + 1:
-            line[Row.DIAGONAL, row] = x[1]
+
+@dsl_user_op
+def transposed(word, *, loc=None, ip=None):
+    """The lane's word of an 8 x 8 matrix of 16-bit values, transposed."""
+    out = llvm.inline_asm(
+        Int32.mlir_type,
+        [Int32(word).ir_value(loc=loc, ip=ip)],
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(out)

@@ -23,6 +23,8 @@ PAIRS = D // 2  # threads that cover the channels of a token, two each
 SPAN = C * PAIRS // THREADS  # consecutive tokens of such a thread
 DEEPEST = -160.0  # log2 of a decay that is 0 in fp32, whatever multiplies it
 NORM_EPS = 1e-6
+AHEAD = 132  # a CTA prefetches for the one that starts so many later
+PREFETCHING = 12  # the warp that does
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,12 @@ class Config:
 class Bar(enum.IntEnum):
     """Indices of mbarriers."""
 
-    STATES = 0  # S, dS, do, U
-    INVERSE = 1  # INV, dU
-    ROWS = 2  # q, k
+    GATE = 0  # g
+    ROWS = 1  # k, q
+    START = 2  # do, S
+    END = 3  # U, dS
+    INVERSE = 4  # dU, INV
+    AGAIN = 5  # g, for the backward
 
 
 class NamedBar(enum.IntEnum):
@@ -68,6 +73,13 @@ class Row(enum.IntEnum):
     DBETA = 7  # and 8: halves, in v, of the sums over v
     DA = 9  # warps' parts of dA_log
     SLOPE = 10  # of B by the raw beta
+
+
+class Sum(enum.IntEnum):
+    """Rows of the tile `sums`, one fp32 a channel, each of one half of the tokens."""
+
+    LOWER = 0  # what the upper half's tokens add to dg of the lower half; then the reverse
+    DDT = 2  # and 3: parts of ddt_bias
 
 
 class Gmem(NamedTuple):
@@ -118,19 +130,39 @@ class Chunk(NamedTuple):
 class Copies(NamedTuple):
     """Tensor copies into the tiles of these names."""
 
-    q: Tma
+    g: Tma
     k: Tma
+    q: Tma
     do: Tma
     S: Tma
-    dS: Tma
     U: Tma
+    dS: Tma
     dU: Tma
     INV: Tma
 
 
+class Stores(NamedTuple):
+    """Tensor copies out, by the tensor at their other end."""
+
+    dq: Tma  # from the tile q
+    dk: Tma  # from k
+    dv: Tma  # from dU
+    dg: Tma  # from raw
+
+
+class Grid(NamedTuple):
+    """What the host knows of the grid: a CTA is (slot, head), heads first.
+
+    heads: divisor; chunks: of a dense sequence, divisor.
+    """
+
+    heads: cute.FastDivmodDivisor
+    chunks: cute.FastDivmodDivisor
+
+
 def shared_memory(config: Config) -> Plan:
     """The kernel's plan."""
-    return plan("gradients", config.layout, "bf16")
+    return plan("gradients", config.layout, "bf16", g=config.g)
 
 
 def mma_account(config: Config) -> list[MmaRow]:

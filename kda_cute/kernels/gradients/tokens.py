@@ -1,16 +1,17 @@
 """What is done by rows: beta and norms, forward and backward, and the gradients' way out.
 
-Eight threads share a token; a thread has 16 of its 128 channels.
+Forward, eight threads share a token; a thread has 16 of its 128 channels.  Backward, a lane has the
+positions of `pairs`.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import Float32, Int32
 
 from ...device.math import LOG2E, exp2, sigmoid
 from ...device.matrix_rows import MatrixRows
-from ...device.warp_mma import packed_bf16, unpack_bf16
-from .schedule import NORM_EPS, THREADS, C, Chunk, Gmem, Options, Row
+from ...device.warp_mma import packed_bf16, select, unpack_bf16
+from .schedule import BLOCK, NORM_EPS, THREADS, C, Chunk, D, Gmem, Options, Row
 
 PARTS = THREADS // C  # threads of a token
 
@@ -68,47 +69,67 @@ class Tokens:
         return f, square
 
     # ------------------------------------------------------------ after them
-    def finish(self, m, at, base, tid):
-        """dq and dk from x, the gradient of the normalised row over the norm:
+    def dot_parts(self, base, place, lane):
+        """Of each token, the sums of q dq and k dk over the warp's channels, to `dots`."""
+        dots = self.plan["dots"].view(base)
+        for n, (rows, gradient) in enumerate(((lane.rows_q, lane.dq), (lane.rows_k, lane.dk))):
+            parts = []
+            for block in range(2):
+                x = unpack_bf16(rows.load(BLOCK * block, 0, transpose=True))
+                for j in (0, 1, 4, 5):  # i + 4 s
+                    e = 8 * block + j
+                    parts.append(x[j] * gradient[e] + x[j + 2] * gradient[e + 2])
+            # the lanes that share c: bit 4 keeps the block, bit 3 s, bit 2 i
+            for bit in (4, 2, 1):
+                parts = halved(parts, (place.r & bit) != 0, 4 * bit)
+            token = 2 * place.c + place.r % 2 + 8 * (place.r // 2)
+            dots[8 * n + place.channels, 32 * place.half + token] = parts[0]
+
+    def finish(self, base, place, lane):
+        """dq and dk from x, the gradient of the normalised row over the norm, over q and k:
         x - row (row . x) / norm^2.
         """
-        self.finish_one("q", m.dq, Row.NQ, at, base, tid)
-        self.finish_one("k", m.dk, Row.NK, at, base, tid)
+        dots, line = (self.plan[name].view(base) for name in ("dots", "rows"))
+        own = self.plan["exchange"].pointer(base)  # as `Pairs.slot` divides it
+        own = cute.recast_ptr(own, dtype=Float32) + cute.assume(512 * place.warp, divby=512)
+        token = 32 * place.half + place.lane
+        for n, square in enumerate((Row.NQ, Row.NK)):
+            total = Float32(0)
+            for channels in range(D // BLOCK):
+                total = total + dots[8 * n + channels, token]
+            cute.make_tensor(own + 32 * n + place.lane, cute.make_layout(1))[0] = (
+                total * line[square, token]
+            )
+        cute.arch.sync_warp()
+        own = own + cute.assume(2 * place.c, divby=2)
+        for n, (rows, gradient) in enumerate(((lane.rows_q, lane.dq), (lane.rows_k, lane.dk))):
+            for block in range(2):
+                x = unpack_bf16(rows.load(BLOCK * block, 0, transpose=True))
+                values = [None] * 8
+                for s in range(2):
+                    two = cute.make_rmem_tensor((2,), Float32)
+                    source = own + (32 * n + BLOCK * block + 8 * s)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), two)
+                    for half in range(2):
+                        for i in range(2):
+                            j = i + 2 * half + 4 * s
+                            values[j] = gradient[8 * block + j] - x[j] * two[i]
+                rows.store(packed_bf16(values), BLOCK * block, 0, transpose=True)
 
-    def finish_one(self, name, out, square, at, base, tid):
+    # ------------------------------------------------------------ tails
+    def store_rows(self, out, name, at, base, tid):
+        """The rows of a bf16 tile that the chunk has to global memory; two pieces of 8 a thread."""
         row, part = tid // PARTS, tid % PARTS
-        inputs = MatrixRows(self.plan[name], base, 0, row, part // 2)
-        x = self.plan["d" + name].view(base)[row, None]
-        xs, rows, dot = [], [], Float32(0)
-        for j in range(4):  # 4 channels of each 32
-            four = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(cute.local_tile(x, (4,), (part + 8 * j,)), four)
-            source = inputs.piece_pointer(0, 4 * j) + cute.assume(4 * (part % 2), divby=4)
-            raw = cute.make_rmem_tensor((4,), BFloat16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), raw)
-            xs.append([four[i] for i in range(4)])
-            rows.append(unpack_bf16(raw))
-            for a, b in zip(xs[-1], rows[-1], strict=True):
-                dot = dot + a * b
-        dot = token_sum(dot) * self.plan["rows"].view(base)[square, row]
-        for j in range(4):
-            values = [a - b * dot for a, b in zip(xs[j], rows[j], strict=True)]
-            self.store_four(out, at, row, part + 8 * j, packed_bf16(values))
+        tile = MatrixRows(self.plan[name], base, 0, row, part)
+        for j in range(2):
+            self.store_piece(out, at, row, part + 8 * j, tile.load_piece(8 * j))
 
     @cute.jit
-    def store_four(
-        self, out: cute.Tensor, at: Chunk, row: Int32, piece: Int32, values: cute.Tensor
-    ):
-        if row < at.rows:
-            line = out[at.b, at.token + row, at.h, None]
-            cute.autovec_copy(values, cute.local_tile(line, (4,), (piece,)))
-
-    def store_dv(self, m, at, base, tid):
-        """dv, which took the place of dU, to global memory; two pieces of 8 a thread."""
-        row, part = tid // PARTS, tid % PARTS
-        tile = MatrixRows(self.plan["dU"], base, 0, row, part)
-        for j in range(2):
-            self.store_piece(m.dv, at, row, part + 8 * j, tile.load_piece(8 * j))
+    def store_values(self, out: cute.Tensor, name: cutlass.Constexpr, at: Chunk, base, tid: Int32):
+        """The same, of a tile of any dtype, value by value."""
+        tile = self.plan[name].view(base)
+        for i in cutlass.range(tid, at.rows * D, THREADS, unroll=1):
+            out[at.b, at.token + i // D, at.h, i % D] = tile[i // D, i % D]
 
     @cute.jit
     def store_piece(
@@ -120,11 +141,21 @@ class Tokens:
 
     @cute.jit
     def store_dbeta(self, m: Gmem, at: Chunk, base, tid: Int32):
-        """dbeta with respect to the raw beta."""
+        """dbeta with respect to the raw beta, by the first threads from tid = 0 on."""
         line = self.plan["rows"].view(base)
-        if tid < at.rows:
+        if (tid >= 0) & (tid < at.rows):
             db = (line[Row.DBETA, tid] + line[Row.DBETA + 1, tid]) * line[Row.SLOPE, tid]
             m.dbeta[at.b, at.token + tid, at.h] = db.to(m.dbeta.element_type)
+
+
+def halved(values, upper, offset):
+    """Of the sums of two lanes' lists, the half that this lane keeps: the upper one or the lower."""
+    n = len(values) // 2
+    out = []
+    for low, high in zip(values[:n], values[n:], strict=True):
+        keep, give = select(upper, high, low), select(upper, low, high)
+        out.append(keep + cute.arch.shuffle_sync_bfly(give, offset=offset))
+    return out
 
 
 def token_sum(x):
