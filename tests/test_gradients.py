@@ -11,7 +11,7 @@ from regimes import make_problem
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference, reference_stages
-from kda_cute.factors import HEAD_DIM, slot_count
+from kda_cute.factors import HEAD_DIM, record_rows, slot_count, views
 from kda_cute.kernels import gradients
 from kda_cute.kernels.gradients import Config
 from kda_cute.layouts import variants
@@ -165,12 +165,27 @@ def outputs(x: reference_stages.Inputs) -> reference_stages.Gradients:
     dq, dk, dv = (fill(x.q.shape, dtype=torch.bfloat16) for _ in range(3))
     parts = (None, None)
     if x.gate != "log":
-        parts = (
-            fill((x.slots, H), dtype=torch.float32),
-            fill((x.slots, H, D), dtype=torch.float32),
-        )
+        row = fill((x.slots, H * (D + 1)), dtype=torch.float32)
+        parts = row[:, H * D :], row[:, : H * D].view(x.slots, H, D)
     dg, dbeta = fill(x.g.shape, dtype=x.g.dtype), fill(x.beta.shape, dtype=x.beta.dtype)
     return reference_stages.Gradients(dq, dk, dv, dg, dbeta, *parts)
+
+
+def records(tensors: reference_stages.ChunkTensors) -> list[torch.Tensor]:
+    """Those of states and U, of their gradients, and of INV."""
+    S, dS, U, dU, INV = tensors
+    held = (
+        ("chunk", {"S": S, "U": U}),
+        ("chunk", {"S": dS, "U": dU}),
+        ("backward factors", {"INV": INV}),
+    )
+    found = []
+    for kind, values in held:
+        empty = torch.full((*S.shape[:2], record_rows(kind), HEAD_DIM), torch.nan, device=DEVICE)
+        found.append(empty.bfloat16())
+        for name, x in values.items():
+            views(kind, found[-1])[name].copy_(x)
+    return found
 
 
 def run(x: reference_stages.Inputs, tensors, layout="default") -> reference_stages.Gradients:
@@ -178,8 +193,9 @@ def run(x: reference_stages.Inputs, tensors, layout="default") -> reference_stag
     out = outputs(x)
     config = Config(NAMES[x.g.dtype], x.gate, NAMES[x.beta.dtype], x.cu_seqlens is not None, layout)
     kernel = kernel_compile.load(spec(config))
+    parameters = None if out.dA_part is None else out.dA_part._base
     kernel(
-        *x[:8], *tensors, *out,
+        *x[:8], *records(tensors), *out[:5], parameters,
         x.scale, x.lower_bound, x.beta_scale, int(x.l2norm), int(x.beta_sigmoid),
     )  # fmt: skip
     torch.cuda.synchronize()

@@ -7,11 +7,20 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_scan import DEVICE, PACKED, SHAPES, assert_close, make_case, poisoned
+from test_scan import (
+    DEVICE,
+    PACKED,
+    SHAPES,
+    assert_close,
+    chunk_records,
+    make_case,
+    packed,
+    poisoned,
+)
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages, report
-from kda_cute.factors import CHUNK, HEAD_DIM, Factors
+from kda_cute.factors import CHUNK, HEAD_DIM, Factors, views
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import ReverseConfig
 from kda_cute.layouts import variants
@@ -117,8 +126,7 @@ class Results(NamedTuple):
     """As the kernel writes them into NaN."""
 
     dinitial: torch.Tensor
-    dstates: torch.Tensor
-    dU: torch.Tensor
+    dchunk: torch.Tensor  # records of dstates and dU
 
 
 def allocate(case, *, final=True, guard=0) -> Results:
@@ -127,8 +135,7 @@ def allocate(case, *, final=True, guard=0) -> Results:
     slots, N = slots + 2 * guard, case.N + 2 * guard
     return Results(
         poisoned(N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32) if final else None,
-        poisoned(slots, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16),
-        poisoned(slots, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16),
+        poisoned(*chunk_records(slots, H), dtype=torch.bfloat16),
     )
 
 
@@ -136,11 +143,9 @@ def launch(case, do, dfinal, cu_seqlens, out, groups):
     names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     dtype = None if dfinal is None else dfinal.dtype
     config = ReverseConfig(groups, cu_seqlens is not None, names[dtype], out.dinitial is not None)
-    f = case.factors
-    kernel_compile.load(spec(config))(
-        f.w, f.kr, f.qd, f.mqk, f.qk, f.eg, do, dfinal, cu_seqlens,
-        out.dstates, out.dU, out.dinitial,
-    )  # fmt: skip
+    factors = packed("backward factors", case.factors)
+    kernel = kernel_compile.load(spec(config))
+    kernel(factors, do, dfinal, cu_seqlens, out.dchunk, out.dinitial)
 
 
 def run(case, do, groups, *, final=True, keys_first=False) -> Results:
@@ -155,8 +160,10 @@ def run(case, do, groups, *, final=True, keys_first=False) -> Results:
 
 def check(case, do, results):
     expected = reference_stages.reverse_scan(case.factors, do, case.initial, case.cu_seqlens)
-    for name, got, ref in zip(Results._fields, results, expected, strict=True):
-        assert_close(got, ref, name)
+    dstates, dU = views("chunk", results.dchunk).values()
+    got = {"dinitial": results.dinitial, "dstates": dstates, "dU": dU}
+    for name, x in got.items():
+        assert_close(x, getattr(expected, name), name)
 
 
 def same(a: Results, b: Results) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages
-from kda_cute.factors import CHUNK, HEAD_DIM, Factors, slot_count
+from kda_cute.factors import CHUNK, HEAD_DIM, Factors, record_rows, slot_count, views
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import Config
 from kda_cute.layouts import variants
@@ -145,6 +145,22 @@ def poisoned(*shape, dtype):
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 
+def chunk_records(slots, H):
+    """Shape of the records of states and U, or of their gradients."""
+    return slots, H, record_rows("chunk"), HEAD_DIM
+
+
+def packed(kind, tensors):
+    """Records that hold the tensors of one kind; NaN where they have none."""
+    slots, H = tensors[0].shape[:2]
+    records = poisoned(slots, H, record_rows(kind), HEAD_DIM, dtype=torch.bfloat16)
+    found = views(kind, records)
+    for name, x in tensors._asdict().items():
+        if name in found:
+            found[name].copy_(x)
+    return records
+
+
 def run(case, groups, *, save=True, keys_first=False, layout="default"):
     """(o, final, states, U) as the kernel writes them into NaN; keys_first: first and last states
     in memory are [K, V].
@@ -156,14 +172,13 @@ def run(case, groups, *, save=True, keys_first=False, layout="default"):
     slots, H = case.factors.w.shape[:2]
     o = poisoned(case.B, case.T, H, HEAD_DIM, dtype=torch.bfloat16)
     final = poisoned(case.N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
-    states = poisoned(slots, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16) if save else None
-    U = poisoned(slots, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16) if save else None
+    saved = poisoned(*chunk_records(slots, H), dtype=torch.bfloat16) if save else None
     if keys_first:
         final = final.transpose(2, 3)
         initial = None if initial is None else initial.transpose(2, 3).contiguous().transpose(2, 3)
     kernel = kernel_compile.load(spec(config))
-    kernel(*case.factors, initial, case.cu_seqlens, o, states, U, final)
-    return o, final, states, U
+    kernel(packed("factors", case.factors), initial, case.cu_seqlens, o, saved, final)
+    return (o, final, *(views("chunk", saved).values() if save else (None, None)))
 
 
 def assert_close(got, expected, what):
@@ -238,12 +253,14 @@ def test_many_chunks(groups):
 def test_strided_outputs_and_offsets():
     """o inside a wider tensor, cu_seqlens as the low words of int64."""
     case = make_case(lengths=PACKED, initial=torch.float32)
-    o, final, states, U = run(case, 2)
-    H = o.shape[2]
+    o, final, *_ = run(case, 2)
+    slots, H = case.factors.w.shape[:2]
+    saved = poisoned(*chunk_records(slots, H), dtype=torch.bfloat16)
     buffer = poisoned(1, case.T, 2 * H, HEAD_DIM, dtype=torch.bfloat16)
     low = case.cu_seqlens.long().view(torch.int32)[::2]
     kernel = kernel_compile.load(spec(Config(2, True, "f32", True, True)))
-    kernel(*case.factors, case.initial, low, buffer[:, :, H:], states, U, final)
+    records = packed("factors", case.factors)
+    kernel(records, case.initial, low, buffer[:, :, H:], saved, final)
     assert torch.equal(buffer[:, :, H:], o) and buffer[:, :, :H].isnan().all()
 
 
@@ -258,14 +275,13 @@ def test_offsets_out_of_range(groups):
         slots, H = case.factors.w.shape[:2]
         guard = 64
         rows = poisoned(1, case.T + 2 * guard, H, HEAD_DIM, dtype=torch.bfloat16)
-        states = poisoned(slots + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16)
-        U = poisoned(slots + 2, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16)
+        saved = poisoned(*chunk_records(slots + 2, H), dtype=torch.bfloat16)
         final = poisoned(case.N + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         factors = Factors(*(x.nan_to_num(1.0) for x in case.factors))
         kernel = kernel_compile.load(spec(Config(groups, True, "f32", True, True)))
-        outputs = rows[:, guard:-guard], states[1:-1], U[1:-1], final[1:-1]
-        kernel(*factors, case.initial, cu, *outputs)
+        outputs = rows[:, guard:-guard], saved[1:-1], final[1:-1]
+        kernel(packed("factors", factors), case.initial, cu, *outputs)
         torch.cuda.synchronize()
         assert rows[:, :guard].isnan().all() and rows[:, -guard:].isnan().all()
-        for x in (states, U, final):
+        for x in (saved, final):
             assert x[[0, -1]].isnan().all()
