@@ -6,8 +6,9 @@ import functools
 from typing import NamedTuple
 
 import pytest
+import stages
 import torch
-from test_scan import DEVICE, PACKED, SHAPES, assert_close, make_case, poisoned
+from stages import DEVICE, NAMES, PACKED, SHAPES, assert_close, make_case, poisoned, same
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages, report
@@ -23,10 +24,7 @@ CONFIGS = [
     ReverseConfig(1, False, "none", False),
     ReverseConfig(2, True, "bf16", False, every_lane=True),
 ]
-
-
-def spec(config):
-    return kernel_compile.KernelSpec("scan", config, functools.partial(scan.trace, config))
+spec = functools.partial(stages.spec, scan)
 
 
 # ---------------------------------------------------------------- the oracle
@@ -76,13 +74,7 @@ def test_oracle_of_states():
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(scan, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -133,9 +125,8 @@ def allocate(case, *, final=True, guard=0) -> Results:
 
 
 def launch(case, do, dfinal, cu_seqlens, out, groups):
-    names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     dtype = None if dfinal is None else dfinal.dtype
-    config = ReverseConfig(groups, cu_seqlens is not None, names[dtype], out.dinitial is not None)
+    config = ReverseConfig(groups, cu_seqlens is not None, NAMES[dtype], out.dinitial is not None)
     f = case.factors
     kernel_compile.load(spec(config))(
         f.w, f.kr, f.qd, f.mqk, f.qk, f.eg, do, dfinal, cu_seqlens,
@@ -157,11 +148,6 @@ def check(case, do, results):
     expected = reference_stages.reverse_scan(case.factors, do, case.initial, case.cu_seqlens)
     for name, got, ref in zip(Results._fields, results, expected, strict=True):
         assert_close(got, ref, name)
-
-
-def same(a: Results, b: Results) -> bool:
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
 
 
 @pytest.mark.gpu
