@@ -5,9 +5,11 @@ its results on the GPU against float64.
 import functools
 
 import pytest
+import stages
 import torch
 from accuracy import rel_error
 from regimes import make_problem
+from stages import DEVICE, NAMES, poisoned
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference, reference_stages
@@ -16,9 +18,7 @@ from kda_cute.kernels import gradients
 from kda_cute.kernels.gradients import Config
 from kda_cute.layouts import variants
 
-DEVICE = "cuda"
 F64 = torch.float64
-NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 CONFIGS = [
     Config("bf16", "safe", "bf16", False),
     Config("f32", "log", "f32", True),
@@ -26,12 +26,7 @@ CONFIGS = [
 ]
 TOLERANCES = {"dg": 1.2e-2, "dbeta": 1.4e-2, "dA_part": 2e-2, "ddt_part": 1.2e-2}
 TOLERANCE = 1e-2  # of the others; relative, Frobenius
-
-
-def spec(config):
-    return kernel_compile.KernelSpec(
-        "gradients", config, functools.partial(gradients.trace, config)
-    )
+spec = functools.partial(stages.spec, gradients)
 
 
 # ---------------------------------------------------------------- the oracle
@@ -102,13 +97,7 @@ def test_oracle_is_autograd_of_the_token_recurrence(gate, beta, l2norm, lengths,
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(gradients, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -161,13 +150,12 @@ def make_inputs(
 def outputs(x: reference_stages.Inputs) -> reference_stages.Gradients:
     """Tensors full of NaN for the kernel to write."""
     H, D = x.q.shape[2:]
-    fill = functools.partial(torch.full, fill_value=torch.nan, device=DEVICE)
-    dq, dk, dv = (fill(x.q.shape, dtype=torch.bfloat16) for _ in range(3))
+    dq, dk, dv = (poisoned(*x.q.shape, dtype=torch.bfloat16) for _ in range(3))
     parts = (None, None)
     if x.gate != "log":
-        row = fill((x.slots, H * (D + 1)), dtype=torch.float32)
+        row = poisoned(x.slots, H * (D + 1), dtype=torch.float32)
         parts = row[:, H * D :], row[:, : H * D].view(x.slots, H, D)
-    dg, dbeta = fill(x.g.shape, dtype=x.g.dtype), fill(x.beta.shape, dtype=x.beta.dtype)
+    dg, dbeta = (poisoned(*y.shape, dtype=y.dtype) for y in (x.g, x.beta))
     return reference_stages.Gradients(dq, dk, dv, dg, dbeta, *parts)
 
 
@@ -181,8 +169,8 @@ def records(tensors: reference_stages.ChunkTensors) -> list[torch.Tensor]:
     )
     found = []
     for kind, values in held:
-        empty = torch.full((*S.shape[:2], record_rows(kind), HEAD_DIM), torch.nan, device=DEVICE)
-        found.append(empty.bfloat16())
+        shape = (*S.shape[:2], record_rows(kind), HEAD_DIM)
+        found.append(poisoned(*shape, dtype=torch.bfloat16))
         for name, x in values.items():
             views(kind, found[-1])[name].copy_(x)
     return found

@@ -6,9 +6,11 @@ import functools
 from typing import NamedTuple
 
 import pytest
+import stages
 import torch
-from test_scan import (
+from stages import (
     DEVICE,
+    NAMES,
     PACKED,
     SHAPES,
     assert_close,
@@ -16,6 +18,7 @@ from test_scan import (
     make_case,
     packed,
     poisoned,
+    same,
 )
 
 from kda_cute import compile as kernel_compile
@@ -32,10 +35,7 @@ CONFIGS = [
     ReverseConfig(1, False, "none", False),
     ReverseConfig(2, True, "bf16", False, every_lane=True),
 ]
-
-
-def spec(config):
-    return kernel_compile.KernelSpec("scan", config, functools.partial(scan.trace, config))
+spec = functools.partial(stages.spec, scan)
 
 
 # ---------------------------------------------------------------- the oracle
@@ -85,13 +85,7 @@ def test_oracle_of_states():
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(scan, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -140,9 +134,8 @@ def allocate(case, *, final=True, guard=0) -> Results:
 
 
 def launch(case, do, dfinal, cu_seqlens, out, groups):
-    names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     dtype = None if dfinal is None else dfinal.dtype
-    config = ReverseConfig(groups, cu_seqlens is not None, names[dtype], out.dinitial is not None)
+    config = ReverseConfig(groups, cu_seqlens is not None, NAMES[dtype], out.dinitial is not None)
     factors = packed("backward factors", case.factors)
     kernel = kernel_compile.load(spec(config))
     kernel(factors, do, dfinal, cu_seqlens, out.dchunk, out.dinitial)
@@ -164,11 +157,6 @@ def check(case, do, results):
     got = {"dinitial": results.dinitial, "dstates": dstates, "dU": dU}
     for name, x in got.items():
         assert_close(x, getattr(expected, name), name)
-
-
-def same(a: Results, b: Results) -> bool:
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
 
 
 @pytest.mark.gpu

@@ -1,22 +1,30 @@
 """The scan: what the compiler made of it (no GPU), and its results on the GPU against float64."""
 
 import functools
-from typing import NamedTuple
 
 import pytest
+import stages
 import torch
+from stages import (
+    DEVICE,
+    NAMES,
+    PACKED,
+    SHAPES,
+    assert_close,
+    chunk_records,
+    make_case,
+    packed,
+    poisoned,
+    same,
+)
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages
-from kda_cute.factors import CHUNK, HEAD_DIM, Factors, record_rows, slot_count, views
+from kda_cute.factors import CHUNK, HEAD_DIM, Factors, slot_count, views
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import Config
 from kda_cute.layouts import variants
 
-DEVICE = "cuda"
-TOLERANCE = 6e-3  # relative, Frobenius
-DENSE_T = 64 * 5 + 17
-PACKED = (130, 0, 64, 1, 200)
 CONFIGS = [
     Config(2, False, "none", True, True),
     Config(2, True, "f32", True, False),
@@ -24,20 +32,11 @@ CONFIGS = [
     Config(1, False, "none", False, False),
     Config(2, True, "bf16", True, True, every_lane=True),
 ]
-
-
-def spec(config):
-    return kernel_compile.KernelSpec("scan", config, functools.partial(scan.trace, config))
+spec = functools.partial(stages.spec, scan)
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(scan, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -94,81 +93,13 @@ def test_reference_by_tokens():
 
 
 # ---------------------------------------------------------------- on the GPU
-class Case(NamedTuple):
-    """Factors of B sequences of T tokens, or of packed ones."""
-
-    factors: Factors
-    B: int
-    T: int
-    N: int
-    initial: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
-
-
-def make_case(
-    *, B=2, T=DENSE_T, lengths=None, spare=0, H=3, initial=None, coupling=0.1, device=DEVICE
-) -> Case:
-    """Random factors, 0 in rows that no token has; slots that no chunk owns hold NaN.  `spare`
-    tokens follow the last packed sequence.  coupling: the size of w and kr; rounding errors of S grow
-    from chunk to chunk at 0.1, and fade at half of that.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    rand = functools.partial(torch.randn, generator=generator, device=device)
-    cu = None
-    if lengths is not None:
-        B, T, N = 1, sum(lengths) + spare, len(lengths)
-        bounds = [sum(lengths[:n]) for n in range(N + 1)]
-        cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-        first_slots = [first // CHUNK + n for n, first in enumerate(bounds[:-1])]
-        slots = slot_count(T, N, True)
-    else:
-        N, lengths = B, [T] * B
-        slots = slot_count(B * T, B, False)
-        first_slots = [n * (slots // B) for n in range(B)]
-    valid = torch.full((slots, 1, CHUNK, 1), torch.nan, device=device)
-    for first, length in zip(first_slots, lengths, strict=True):
-        for c in range(-(-length // CHUNK)):
-            rows = torch.arange(CHUNK, device=device) < length - CHUNK * c
-            valid[first + c, 0, :, 0] = rows.float()
-    wide = lambda scale: (scale * rand(slots, H, CHUNK, HEAD_DIM) * valid).bfloat16()  # noqa: E731
-    square = (0.1 * rand(slots, H, CHUNK, CHUNK)).tril(-1) * valid
-    eg = 0.3 + 0.7 * torch.rand(slots, H, HEAD_DIM, generator=generator, device=device)
-    factors = Factors(
-        wide(coupling), wide(coupling), wide(0.1), wide(1.0), square.bfloat16(),
-        0.3 * rand(slots, H, CHUNK) * valid[..., 0], eg * valid[:, :, :1, 0],
-    )  # fmt: skip
-    state = None if initial is None else rand(N, H, HEAD_DIM, HEAD_DIM).to(initial)
-    return Case(factors, B, T, N, state, cu)
-
-
-def poisoned(*shape, dtype):
-    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
-
-
-def chunk_records(slots, H):
-    """Shape of the records of states and U, or of their gradients."""
-    return slots, H, record_rows("chunk"), HEAD_DIM
-
-
-def packed(kind, tensors):
-    """Records that hold the tensors of one kind; NaN where they have none."""
-    slots, H = tensors[0].shape[:2]
-    records = poisoned(slots, H, record_rows(kind), HEAD_DIM, dtype=torch.bfloat16)
-    found = views(kind, records)
-    for name, x in tensors._asdict().items():
-        if name in found:
-            found[name].copy_(x)
-    return records
-
-
 def run(case, groups, *, save=True, keys_first=False, layout="default"):
     """(o, final, states, U) as the kernel writes them into NaN; keys_first: first and last states
     in memory are [K, V].
     """
-    names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     initial = case.initial
     dtype = None if initial is None else initial.dtype
-    config = Config(groups, case.cu_seqlens is not None, names[dtype], True, save, layout)
+    config = Config(groups, case.cu_seqlens is not None, NAMES[dtype], True, save, layout)
     slots, H = case.factors.w.shape[:2]
     o = poisoned(case.B, case.T, H, HEAD_DIM, dtype=torch.bfloat16)
     final = poisoned(case.N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
@@ -181,16 +112,6 @@ def run(case, groups, *, save=True, keys_first=False, layout="default"):
     return (o, final, *(views("chunk", saved).values() if save else (None, None)))
 
 
-def assert_close(got, expected, what):
-    """Written exactly where the oracle writes, and close to it there."""
-    missing = expected.isnan()
-    assert torch.equal(got.isnan(), missing), f"{what}: written in other places"
-    got, expected = got.double()[~missing], expected[~missing]
-    error = ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-    print(f"{what}: {error:.2e}")
-    assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
-
-
 def check(case, results):
     expected = reference_stages.scan(case.factors, case.B, case.T, case.initial, case.cu_seqlens)
     U = case.factors.u.double() - case.factors.w.double() @ expected.states.mT
@@ -198,15 +119,6 @@ def check(case, results):
     for what, got, ref in zip(names, results, (*expected, U), strict=True):
         if got is not None:
             assert_close(got, ref, what)
-
-
-SHAPES = {
-    "dense": {},
-    "one full chunk": {"B": 1, "T": 64},
-    "one token": {"B": 3, "T": 1},
-    "packed": {"lengths": PACKED},
-    "packed, tokens left over": {"lengths": PACKED, "spare": 70},
-}
 
 
 @pytest.mark.gpu
@@ -231,15 +143,13 @@ def test_options_do_not_change_bits(shape, initial, groups):
         run(case, groups, save=False),
         run(case, groups, keys_first=True),
     ):
-        for a, b in zip(results, other, strict=True):
-            assert b is None or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        assert same(results, other)
 
 
 @pytest.mark.gpu
 def test_groups_agree():
     case = make_case(initial=torch.float32, H=7)
-    for a, b in zip(run(case, 1), run(case, 2), strict=True):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    assert same(run(case, 1), run(case, 2))
 
 
 @pytest.mark.gpu
