@@ -123,9 +123,10 @@ def ratio(base: Sequence[float], new: Sequence[float], confidence: float) -> Int
         raise ValueError(f"confidence must lie between 0 and 1, not {confidence}")
     if not len(base) or not len(new):
         raise ValueError("no samples")
-    logs = [np.log(np.asarray(x, dtype=np.float64)) for x in (base, new)]
-    if not all(np.isfinite(x).all() for x in logs):
+    times = [np.asarray(x, dtype=np.float64) for x in (base, new)]
+    if not all((np.isfinite(x) & (x > 0)).all() for x in times):
         raise ValueError("times must be above 0 and finite")
+    logs = [np.log(x) for x in times]
     pairs = np.sort(np.subtract.outer(logs[1], logs[0]), axis=None)
     m, n = len(base), len(new)
     z = NormalDist().inv_cdf((1 + confidence) / 2)

@@ -44,19 +44,26 @@ def newest_by_op(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any], list
     return chosen
 
 
+def where(path: Path, run: Mapping[str, Any]) -> str:
+    """Where and when a run was made."""
+    commit, _, dirty = run["commit"].partition("-")
+    made = f"{commit[:12]}-{dirty}" if dirty else commit[:12]
+    return (
+        f"{run['gpu']}, driver {run['driver']}, torch {run['torch']}, CuTe-DSL {run['cutlass_dsl']}, "
+        f"commit {made}, {run['date'][:10]} (`{path.name}`)."
+    )
+
+
 def tables(runs: Iterable[tuple[Path, dict[str, Any], list[str]]]) -> str:
     """The text between the markers: where and when each run was made, then its tables."""
     parts = []
     for path, run, ops in runs:
-        commit, _, dirty = run["commit"].partition("-")
-        made = f"{commit[:12]}-{dirty}" if dirty else commit[:12]
-        where = (
-            f"{run['gpu']}, driver {run['driver']}, torch {run['torch']}, CuTe-DSL {run['cutlass_dsl']}, "
-            f"commit {made}, {run['date'][:10]} (`{path.name}`)."
-        )
         rows = [row for row in run["rows"] if row["op"] in ops]
         level_2 = dict.fromkeys(compare.OPS, compare.to_markdown)
-        parts += [f"{where}\n\n{results.to_markdown(rows, level_2)}", layout_effects(rows)]
+        parts += [
+            f"{where(path, run)}\n\n{results.to_markdown(rows, level_2)}",
+            layout_effects(rows),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
