@@ -45,9 +45,9 @@ def _head(runs: Sequence[tuple[Path, Any, Any]], folder: Path, kind: str) -> str
     return (
         "# Benchmarks\n\nWritten by\n\n```bash\n"
         f"kda-cute bench report {files} --out {_shown(folder)}{more}\n```\n\n"
-        "from runs in which every timed row had first agreed with float64. Times are sums over the "
-        "kernels of a call on cold L2, medians; `perf/shapes.py` counts bytes and floating-point "
-        "operations."
+        "from runs in which every timed row had first agreed with float64. Times are medians on cold "
+        "L2: of `chunk_kda` sums over the kernels of a call, of `bwd_recurrence` between events. "
+        "`perf/shapes.py` counts bytes and floating-point operations, and has the H200's rates."
     )
 
 

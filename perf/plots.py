@@ -12,7 +12,7 @@ from typing import Any
 
 from perf import compare
 from perf.results import Row, is_timing
-from perf.shapes import COPY_RATE, MATRIX_RATE, find_shape, floor_us
+from perf.shapes import COPY_RATE, MATRIX_RATE, SCALING, find_shape, floor_us
 
 # Colour-blind safe (after Okabe and Ito); ours in blues and greens, peers in warm colours.
 OURS = ("#0072B2", "#56B4E9", "#009E73", "#94D6BE")
@@ -75,6 +75,12 @@ def calls_of(rows: Iterable[Row]) -> list[Row]:
     return [r for r in timed if not is_kernel(r)]
 
 
+def without_scaling(rows: Iterable[Row]) -> list[Row]:
+    """Timing rows of shapes that aren't of the scaling series; all if those are all."""
+    rows = [r for r in rows if is_timing(r)]
+    return [r for r in rows if r["shape"] not in SCALING] or rows
+
+
 def is_kernel(row: Row) -> bool:
     """Whether it is the row of one kernel of a call."""
     return row["provider"] == compare.OURS and row["variant"].count("/") == 2
@@ -111,7 +117,7 @@ def _title(op: str, form: str) -> str:
 # ---------------------------------------------------------------- times
 def times(op: str, rows: Sequence[Row]) -> Any:
     """Grouped bars: microseconds per shape, with the floor of each bar's bytes as a line."""
-    panels = panels_of(rows)
+    panels = panels_of(without_scaling(rows))
     if not panels:
         return None
     most = max(len({s for one in p.values() for s in one}) for p in panels.values())
@@ -162,7 +168,7 @@ def times(op: str, rows: Sequence[Row]) -> Any:
 # ---------------------------------------------------------------- ratios
 def ratios(op: str, rows: Sequence[Row]) -> Any:
     """Dots: this package's time over a peer's, a row for each shape and one for the mean."""
-    found = compare.peer_ratios(r for r in rows if is_timing(r))
+    found = compare.peer_ratios(without_scaling(rows))
     by_form: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
     for (mine, peer), one in found.items():
         by_form.setdefault(mine.split("/")[0], {})[mine, peer] = one
@@ -180,7 +186,7 @@ def ratios(op: str, rows: Sequence[Row]) -> Any:
         mines = list(dict.fromkeys(mine for mine, _ in pairs))
         for k, ((mine, peer), one) in enumerate(pairs.items()):
             points = {**one, "geometric mean": compare.geomean(one.values())}
-            shift = (k - (len(pairs) - 1) / 2) * 0.16
+            shift = (k - (len(pairs) - 1) / 2) * min(0.16, 0.72 / len(pairs))
             axis.plot(
                 list(points.values()),
                 [lines.index(s) + shift for s in points],
@@ -206,7 +212,9 @@ def ratios(op: str, rows: Sequence[Row]) -> Any:
         axis.set_axisbelow(True)
         axis.set_xlabel("time over the peer's; shaded: faster than the peer")
         axis.set_title(_title(op, form), loc="left", fontweight="bold")
-        axis.legend(fontsize=9.5, loc="upper center", bbox_to_anchor=(0.45, -0.13))
+        axis.legend(
+            fontsize=9.5, loc="upper center", bbox_to_anchor=(0.45, -0.55 / (0.42 * len(lines)))
+        )
     return figure
 
 
@@ -217,7 +225,7 @@ def roofline(op: str, rows: Sequence[Row]) -> Any:
     Kernels of calls where there are such rows, else whole calls.  The height under the roof is the
     time over the floor.
     """
-    timed = [r for r in rows if is_timing(r) and r["median_us"] is not None and r["flops"]]
+    timed = [r for r in without_scaling(rows) if r["median_us"] is not None and r["flops"]]
     mine = [r for r in timed if r["provider"] == compare.OURS]
     parts = [r for r in mine if is_kernel(r)] or mine
     if not parts:
@@ -290,7 +298,7 @@ def scaling_series(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[tu
     """ "T" or "H" -> what is fixed -> series -> (size, us) by size.
 
     Of equal sequences: along H with lengths fixed, along T (tokens of one sequence) with H fixed.
-    Only lines of two points or more.
+    Only lines of two points or more, and along each the fixed size that has most.
     """
     found: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {"T": {}, "H": {}}
     for row in calls_of(rows):
@@ -306,10 +314,14 @@ def scaling_series(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, list[tu
             line.append((size, row["median_us"]))
     kept: dict[str, dict[str, dict[str, list[tuple[int, float]]]]] = {}
     for axis, groups in found.items():
-        for fixed, series in groups.items():
-            lines = {name: sorted(line) for name, line in series.items() if len(line) > 1}
-            if lines:
-                kept.setdefault(axis, {})[fixed] = lines
+        long = {
+            fixed: {name: sorted(line) for name, line in series.items() if len(line) > 1}
+            for fixed, series in groups.items()
+        }
+        points = {fixed: sum(map(len, series.values())) for fixed, series in long.items()}
+        best = max(points, key=points.__getitem__, default=None)
+        if best is not None and points[best]:
+            kept[axis] = {best: long[best]}
     return kept
 
 
