@@ -154,6 +154,6 @@ def find_results(name: str) -> Path:
     if not baseline.is_file():
         raise Impossible(
             f"there is no baseline {name!r}; on that GPU, "
-            f"`kda-cute bench run --out perf/baselines/{name}.json` makes one"
+            f"`kda-cute bench run --out perf/baselines/{name}.json` makes one (docs/regressions.md)"
         )
     return baseline
