@@ -98,7 +98,7 @@ def scan_tiles(
         Tile("qk", (1, 64), "f32", dense, stages=stages),
         Tile("eg", (1, 128), "f32", dense, stages=stages),
         *(Tile(name, (64, 64), "bf16", wide, stages=groups) for name in by_tokens),  # [token, v]
-        Tile("barriers", (1, 2 * stages), "i64", dense),
+        Tile("barriers", (1, 2 * stages + 2 * groups), "i64", dense),
         *(Tile(name, (64, 128), "bf16", wide, stages=groups) for name in states),  # [v, K]
     ]
 

@@ -5,10 +5,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import tma
 from ...device.sync import arrive
 from ...device.warpgroup import accumulator, gemm, operand_b, rounded_a, tiled_mma
-from .schedule import GROUP, ROWS, Bar, C, Copies, D, Gmem, Walk
+from .schedule import GROUP, ROWS, Bar, C, D, Gmem, Walk
 from .state import StateRole, rounded
 
 
@@ -16,7 +15,7 @@ class ConsumerRole(StateRole):
     """Code of the consumer warpgroups."""
 
     @cute.jit
-    def run(self, m: Gmem, walk: Walk, base, bars, copies: Copies, group: Int32):
+    def run(self, m: Gmem, walk: Walk, base, bars, group: Int32):
         tid = cute.arch.thread_idx()[0] % GROUP
         by_tokens = tiled_mma("K", "K", C, a_in_registers=True)
         by_keys = tiled_mma("K", "MN", D, a_in_registers=True)
@@ -43,7 +42,7 @@ class ConsumerRole(StateRole):
             U = accumulator(by_tokens, ROWS, C)
             gemm(by_tokens, U, state, w[None, None, None, s])
             gemm(by_tokens, o, state, qd[None, None, None, s])
-            self.free_staging(group, tid)
+            self.free_staging(bars, group, it)
             self.stage("o", by_tokens, outputs, base, group, tid)
             self.decay(S, base, s, tid)
             u = self.load_columns("u", by_tokens, base, s, group, tid)
@@ -55,7 +54,7 @@ class ConsumerRole(StateRole):
             if const_expr(self.config.save):
                 self.stage("states", by_keys, state, base, group, tid)
                 self.stage("U", by_tokens, rounded_U, base, group, tid)
-            self.publish(walk, base, copies, group, tid, it)
+            self.publish(bars, group)
             warpgroup.wait_group(1)
             # o^T += diag(qk) U^T + U^T mqk^T
             self.add_diagonal(o, U, base, s, tid)
@@ -68,46 +67,19 @@ class ConsumerRole(StateRole):
         if const_expr(self.config.final):
             self.store_state(m.final[walk.n, walk.h, None, None], S, walk, group, tid)
         if walk.chunks > 0:
-            self.free_staging(group, tid)
+            self.free_staging(bars, group, walk.chunks)
             self.stage("o", by_tokens, outputs, base, group, tid)
-            self.publish_last(m, walk, base, copies, group, tid)
+            self.publish_last(m, walk, base, bars, group, tid)
 
     # ------------------------------------------------------------ staging
     @cute.jit
-    def publish(self, walk: Walk, base, copies: Copies, group: Int32, tid: Int32, it: Int32):
-        """Send what is staged: the state on entering chunk `it` and its U, and o of the one before."""
-        cute.arch.fence_view_async_shared()
-        self.staging_barrier(group)
-        if cute.arch.make_warp_uniform(tid // 32) == 0:
-            if const_expr(self.config.save):
-                self.send("states", copies.states, walk, base, group, it)
-                self.send("U", copies.U, walk, base, group, it)
-            if it > 0:
-                self.send_outputs(walk, base, copies.o, group, it - 1)
-            cute.arch.cp_async_bulk_commit_group()
-
-    def send_outputs(self, walk, base, copy, group, chunk):
-        rows = cute.domain_offset(
-            (walk.token + C * chunk, 0), copy.tensor[None, None, walk.h, walk.batch]
-        )
-        block = cute.local_tile(rows, (C, ROWS), (0, walk.block + group))
-        tma.store(copy, self.plan["o"].view(base, group), block)
-
-    @cute.jit
-    def publish_last(self, m: Gmem, walk: Walk, base, copies: Copies, group: Int32, tid: Int32):
-        """Send o of the last chunk; by rows where the chunk is not full, for what follows belongs to
-        another sequence.
-        """
-        last = walk.chunks - 1
-        cute.arch.fence_view_async_shared()
-        self.staging_barrier(group)
+    def publish_last(self, m: Gmem, walk: Walk, base, bars, group: Int32, tid: Int32):
+        """o of the last chunk: by the storer, or by rows where the chunk is not full."""
         if walk.tail < C:
-            self.copy_rows(m, walk, base, group, tid, walk.token + C * last)
-        if cute.arch.make_warp_uniform(tid // 32) == 0:
-            if walk.tail == C:
-                self.send_outputs(walk, base, copies.o, group, last)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.staging_barrier(group)
+            self.copy_rows(m, walk, base, group, tid, walk.token + C * (walk.chunks - 1))
+        else:
+            self.publish(bars, group)
 
     @cute.jit
     def copy_rows(self, m: Gmem, walk: Walk, base, group: Int32, tid: Int32, token: Int32):

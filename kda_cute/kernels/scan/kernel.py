@@ -33,6 +33,7 @@ from ...device import records
 from .consumer import ConsumerRole
 from .producer import ProducerRole
 from .schedule import Config, Copies, Gmem
+from .storer import StorerRole
 from .walker import BY_TOKEN, Fakes, Walker
 
 
@@ -40,7 +41,7 @@ class Scan(Walker):
     """The kernel for one `Config`."""
 
     def __init__(self, config: Config):
-        super().__init__(config, ConsumerRole, ProducerRole)
+        super().__init__(config, ConsumerRole, ProducerRole, StorerRole)
 
     @cute.jit
     def __call__(

@@ -29,6 +29,7 @@ from ...device import records
 from .producer import ReverseProducerRole
 from .reverse_consumer import ReverseConsumerRole
 from .schedule import Gmem, ReverseConfig, ReverseCopies
+from .storer import ReverseStorerRole
 from .walker import BY_TOKEN, Fakes, Walker
 
 
@@ -36,7 +37,7 @@ class ReverseScan(Walker):
     """The kernel for one `ReverseConfig`."""
 
     def __init__(self, config: ReverseConfig):
-        super().__init__(config, ReverseConsumerRole, ReverseProducerRole)
+        super().__init__(config, ReverseConsumerRole, ReverseProducerRole, ReverseStorerRole)
 
     @cute.jit
     def __call__(

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device.sync import arrive
 from ...device.warpgroup import accumulator, gemm, operand_a, operand_b, rounded_a, tiled_mma
-from .schedule import GROUP, ROWS, Bar, C, D, Gmem, ReverseCopies, Walk
+from .schedule import GROUP, ROWS, Bar, C, D, Gmem, Walk
 from .state import StateRole, rounded
 
 
@@ -15,7 +15,7 @@ class ReverseConsumerRole(StateRole):
     """Code of the consumer warpgroups."""
 
     @cute.jit
-    def run(self, m: Gmem, walk: Walk, base, bars, copies: ReverseCopies, group: Int32):
+    def run(self, m: Gmem, walk: Walk, base, bars, group: Int32):
         tid = cute.arch.thread_idx()[0] % GROUP
         # do^T lies in shared memory, and dS^T and dU^T in registers.
         do_by_tokens, do_by_keys = (tiled_mma("MN", "MN", n) for n in (C, D))
@@ -57,15 +57,14 @@ class ReverseConsumerRole(StateRole):
             minus = cute.make_rmem_tensor(by_keys.partition_shape_A((ROWS, C)), BFloat16)
             cute.make_tensor(minus.iterator, dU.layout).store((-dU.load()).to(BFloat16))
             gemm(by_keys, dS, minus, w[None, None, None, s], accumulate=True)
-            self.free_staging(group, tid)
+            self.free_staging(bars, group, it)
             self.stage("dstates", by_keys, state, base, group, tid)
             self.stage("dU", by_tokens, rounded(dU), base, group, tid)
-            self.publish(walk, base, copies, group, tid, it)
+            self.publish(bars, group)
             warpgroup.wait_group(0)
             arrive(self.config, bars + Bar.EMPTY * self.stages + s)
         if const_expr(self.config.final):
             self.store_state(m.final[walk.n, walk.h, None, None], dS, walk, group, tid)
-        self.free_staging(group, tid)
 
     @cute.jit
     def zero_tail(self, walk: Walk, base, bars, group: Int32, tid: Int32):
@@ -82,14 +81,3 @@ class ReverseConsumerRole(StateRole):
             cute.autovec_copy(zeros, cute.local_tile(tile[row, None], (8,), (piece,)))
         cute.arch.fence_view_async_shared()
         self.staging_barrier(group)
-
-    # ------------------------------------------------------------ staging
-    @cute.jit
-    def publish(self, walk: Walk, base, copies: ReverseCopies, group: Int32, tid: Int32, it: Int32):
-        """Send what is staged: dS of the state leaving the chunk, and its dU."""
-        cute.arch.fence_view_async_shared()
-        self.staging_barrier(group)
-        if cute.arch.make_warp_uniform(tid // 32) == 0:
-            self.send("dstates", copies.dstates, walk, base, group, walk.backward(it))
-            self.send("dU", copies.dU, walk, base, group, walk.backward(it))
-            cute.arch.cp_async_bulk_commit_group()

@@ -78,10 +78,16 @@ class Registers(NamedTuple):
 
 
 class Bar(enum.IntEnum):
-    """Indices of mbarriers, in units of the number of stages."""
+    """Mbarriers: one a stage of the first two, one a consumer warpgroup of the others."""
 
     FULL = 0  # producer -> consumers: the tiles of a chunk
     EMPTY = 1  # consumers -> producer
+    STAGED = 2  # consumers -> storer: the outputs of a chunk
+    FREE = 3  # storer -> consumers
+
+    def of(self, bars, stages: int, groups: int):
+        """The first of them."""
+        return bars + (self * stages if self < 2 else 2 * stages + (self - 2) * groups)
 
 
 STAGING_BARRIER = 1  # named barriers of a consumer warpgroup: this one and the next, by group

@@ -5,11 +5,11 @@ at index [(i, half, n), 0, 0].
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32
 
-from ...device import tma
+from ...device.sync import arrive
 from ...device.warpgroup import load_matrix, store_matrix
-from .schedule import GROUP, ROWS, STAGING_BARRIER, C, D
+from .schedule import GROUP, ROWS, STAGING_BARRIER, Bar, C, D
 
 
 class StateRole:
@@ -72,12 +72,15 @@ class StateRole:
     def staging_barrier(self, group):
         cute.arch.barrier(barrier_id=STAGING_BARRIER + group, number_of_threads=GROUP)
 
-    @cute.jit
-    def free_staging(self, group: Int32, tid: Int32):
-        """Wait until the copies out of this warpgroup's staging tiles have read them."""
-        if cute.arch.make_warp_uniform(tid // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        self.staging_barrier(group)
+    def free_staging(self, bars, group, it):
+        """Wait until what was staged for the chunk before has been read."""
+        free = Bar.FREE.of(bars, self.stages, self.config.groups) + group
+        cute.arch.mbarrier_wait(free, (it & 1) ^ 1)
+
+    def publish(self, bars, group):
+        """Tell the storer that the chunk is staged."""
+        cute.arch.fence_view_async_shared()
+        arrive(self.config, Bar.STAGED.of(bars, self.stages, self.config.groups) + group)
 
     def stage(self, name, tiled, values, base, group, tid):
         """bf16 registers of S^T [v, k], or of [v, token], to a tile [v, k] or [token, v]."""
@@ -86,14 +89,6 @@ class StateRole:
         shape = tiled.partition_shape_C((ROWS, C if transposed else D))
         values = cute.make_tensor(values.iterator, cute.make_layout(shape))
         store_matrix(tiled, tid, values, tile.view(base, group), transposed=transposed)
-
-    def send(self, name, copy, walk, base, group, chunk):
-        """What is staged, to the chunk's slot."""
-        tile = self.plan[name]
-        block = walk.block + group
-        at = (0, block) if tile.shape == (C, ROWS) else (block, 0)
-        slot = copy.tensor[None, None, walk.h, walk.slot + chunk]
-        tma.store(copy, tile.view(base, group), cute.local_tile(slot, tile.shape, at))
 
 
 def rounded(acc):

@@ -15,13 +15,14 @@ BY_TOKEN = [1, 3, 2, 0]  # of a tensor over tokens, head and batch last
 
 
 class Walker:
-    """A CTA walks a (sequence, head): consumer warpgroups, and a producer warp."""
+    """A CTA walks a (sequence, head): consumer warpgroups, a producer warp, and storer warps."""
 
-    def __init__(self, config, consumer, producer):
+    def __init__(self, config, consumer, producer, storer):
         self.config = config
         self.plan = shared_memory(config)
         self.consumer = consumer(config, self.plan)
         self.producer = producer(config, self.plan)
+        self.storer = storer(config, self.plan)
 
     # ------------------------------------------------------------ launch
     def load(self, name, tensor, modes=SLOTTED):
@@ -56,24 +57,32 @@ class Walker:
         if warp >= WARPS * self.config.groups:
             if const_expr(self.config.groups == 2):
                 cute.arch.setmaxregister_decrease(Registers().producer)
-            if warp == WARPS * self.config.groups:
+            role = warp - WARPS * self.config.groups
+            if role == 0:
                 walk = self.find_sequence(m.cu_seqlens, extent)
                 self.producer.run(m, walk, base, bars, copies)
+            elif role <= self.config.groups:
+                walk = self.find_sequence(m.cu_seqlens, extent)
+                self.storer.run(walk, base, bars, copies, role - 1)
         else:
             if const_expr(self.config.groups == 2):
                 cute.arch.setmaxregister_increase(Registers().consumer)
             walk = self.find_sequence(m.cu_seqlens, extent)
-            self.consumer.run(m, walk, base, bars, copies, warp // WARPS)
+            self.consumer.run(m, walk, base, bars, warp // WARPS)
 
     def init_barriers(self, bars):
         warp = 32 if self.config.every_lane else 1  # arrivals of a warp
-        stages = self.producer.stages
+        stages, groups = self.producer.stages, self.config.groups
+        counts = {
+            Bar.FULL: (stages, 1),
+            Bar.EMPTY: (stages, warp * WARPS * groups),
+            Bar.STAGED: (groups, warp * WARPS),
+            Bar.FREE: (groups, warp),
+        }
         with cute.arch.elect_one():
-            for s in range(stages):
-                cute.arch.mbarrier_init(bars + Bar.FULL * stages + s, 1)
-                cute.arch.mbarrier_init(
-                    bars + Bar.EMPTY * stages + s, warp * WARPS * self.config.groups
-                )
+            for bar, (number, count) in counts.items():
+                for i in range(number):
+                    cute.arch.mbarrier_init(bar.of(bars, stages, groups) + i, count)
 
     @cute.jit
     def find_sequence(self, cu_seqlens, extent: Extent):
