@@ -14,7 +14,6 @@ import threading
 import chunk_calls
 import pytest
 import torch
-from accuracy import rel_error
 from chunk_calls import (
     FORMS,
     GONE,
@@ -43,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import kda_cute
 from kda_cute import chunk_ops, reference
 from kda_cute import compile as kernel_cache
+from kda_cute.accuracy.errors import rel_error
 
 pytestmark = pytest.mark.gpu
 

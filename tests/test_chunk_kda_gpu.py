@@ -13,7 +13,6 @@ import threading
 import chunk_calls
 import pytest
 import torch
-from accuracy import rel_error
 from chunk_calls import (
     FORMS,
     GONE,
@@ -30,11 +29,12 @@ from chunk_calls import (
     strided_versions,
     written_into,
 )
-from regimes import make_problem
 
 import kda_cute
 from kda_cute import chunk_ops, reference
 from kda_cute import compile as kernel_cache
+from kda_cute.accuracy.errors import rel_error
+from kda_cute.accuracy.regimes import make_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from accuracy import rel_error
-from regimes import make_problem
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference, reference_stages
+from kda_cute.accuracy.errors import rel_error
+from kda_cute.accuracy.regimes import make_problem
 from kda_cute.factors import HEAD_DIM, slot_count
 from kda_cute.kernels import gradients
 from kda_cute.kernels.gradients import Config
