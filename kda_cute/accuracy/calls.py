@@ -103,6 +103,14 @@ def upstream(call: dict, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return do, torch.randn(N, v.shape[2], 128, 128, generator=rng).to(v.device)
 
 
+def upstream_of(regime: str, call: dict, seed: int = 1):
+    """(do, dht) as the regime has them: dht is None without states."""
+    do, dht = upstream(call, seed)
+    names = regime.split("+")
+    factor = (1e3 if "big" in names else 1.0) * (1e-6 if "tiny" in names else 1.0)
+    return (factor * do.float()).bfloat16(), dht if "states" in names else None
+
+
 def oracle(call: dict, run=reference.token_recurrence) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, final state) of a call in float64, by the token recurrence unless told otherwise."""
     q, k, v, g, beta = (call[name].flatten(0, 1).double() for name in TOKENS)
@@ -146,13 +154,21 @@ def with_leaves(call: dict, wanted=LEAVES) -> tuple[dict, dict]:
 
 def gradients(function, call: dict, do=None, dht=None, wanted=LEAVES) -> dict:
     """{name: gradient} of sum(o do) + sum(final_state dht) with respect to the wanted tensors."""
+    return results_and_gradients(function, call, do, dht, wanted)[1]
+
+
+def results_and_gradients(function, call: dict, do=None, dht=None, wanted=LEAVES) -> tuple:
+    """((o, final state), `gradients`) of one run of function(call); the former without their graph."""
     call, leaves = with_leaves(call, wanted)
+    results = function(call)
     outputs, ups = zip(
-        *((y, dy) for y, dy in zip(function(call), (do, dht), strict=True) if dy is not None),
+        *((y, dy) for y, dy in zip(results, (do, dht), strict=True) if dy is not None),
         strict=True,
     )
     ups = [dy.to(y.dtype) for y, dy in zip(outputs, ups, strict=True)]
-    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), ups), strict=True))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), ups)
+    results = tuple(y if y is None else y.detach() for y in results)
+    return results, dict(zip(leaves, grads, strict=True))
 
 
 def exact_gradients(call: dict, do=None, dht=None) -> tuple[dict, dict]:

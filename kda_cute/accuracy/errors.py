@@ -35,3 +35,26 @@ def rel_error(x: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor | float = 
     diff = torch.linalg.vector_norm(x - ref).item()
     size = max(torch.linalg.vector_norm(ref).item(), float(scale))
     return 0.0 if diff == 0 else diff / size if size > 0 else math.inf
+
+
+def norms_by_sequence(x: torch.Tensor, at: list[int], last: int | None = None) -> torch.Tensor:
+    """[N] norms of the rows of each sequence, of the last `last` ones only; x [B, T, ...]."""
+    ends = torch.tensor(at[1:], device=x.device)
+    lengths = ends - torch.tensor(at[:-1], device=x.device)
+    of = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths)
+    rows = x.flatten(0, 1)[: at[-1]].double().flatten(1).square().sum(1)
+    if last is not None:
+        rows = torch.where(torch.arange(at[-1], device=x.device) >= ends[of] - last, rows, 0.0)
+    return rows.new_zeros(len(lengths)).index_add_(0, of, rows).sqrt()
+
+
+def errors_by_sequence(x, ref, at, last=None) -> torch.Tensor:
+    """[N] relative errors of the rows of each sequence, of the last `last` ones only; see SHARE.
+
+    x, ref [B, T, ...]; at: token offsets of the sequences in [B * T].
+    """
+    lengths = torch.tensor([b - a for a, b in zip(at, at[1:], strict=False)], device=x.device)
+    rows = lengths if last is None else lengths.clamp(max=last)
+    average = norms_by_sequence(ref, [0, at[-1]])[0] * (rows / max(at[-1], 1)).sqrt()
+    size = torch.maximum(norms_by_sequence(ref, at, last), SHARE * average).clamp(min=GONE)
+    return norms_by_sequence(x.double() - ref, at, last) / size
