@@ -31,10 +31,8 @@ from .peers import Peer, Unavailable
 
 OPS = ("chunk_kda", "bwd_recurrence")
 PACKAGE = "kda_cute"
-# Packed sequences: tails of every kind, an empty one, whole chunks.
-RAGGED = (1, 15, 64, 65, 0, 300, 128, 200)
-RAGGED_TILES = (1, 15, 16, 17, 31, 63, 300, 0)  # of level 1's tiles of 16
-DENSE = 209  # tokens: three chunks and a tail
+
+
 RECURRENCE_REGIMES = (
     "typical+states",
     "weak+states",
@@ -48,6 +46,25 @@ RECURRENCE_REGIMES = (
 )
 PRECISIONS = ("tf32", "bf16")
 MEDIAN_FORM, MEDIAN_SEEDS = "B", 5  # whose median peers' figures bound, as in the tests
+
+
+class Sizes(NamedTuple):
+    """Of the cases: tokens and heads of the regimes; of a dense sequence with a tail; of packed ones,
+    with tails of every kind and an empty one, for level 2 and for level 1's tiles of 16.
+    """
+
+    T: int
+    H: int
+    dense: int
+    ragged: tuple[int, ...]
+    ragged_tiles: tuple[int, ...]
+    ragged_H: int
+
+
+KERNELS = Sizes(512, 2, 209, (1, 15, 64, 65, 0, 300, 128, 200), (1, 15, 16, 17, 31, 63, 300, 0), 3)
+# The token recurrence is slow: one step of Python a token.
+REFERENCE = Sizes(200, 2, 81, (1, 15, 0, 65, 17), (1, 0, 17, 31), 1)
+REFERENCE_QUICK = REFERENCE._replace(T=70, H=1)
 
 
 class Line(NamedTuple):
@@ -106,31 +123,33 @@ def cases(op: str, form: str, backend: str, chosen: Sequence[str] | None = None)
         names = tuple(name for name in names if name in chosen)
     elif quick:
         names = tuple(n for n in names if n.endswith("+states") or n in tolerances.PEERS)
-    # The token recurrence is slow: one step of Python a token.
-    size = dict(T=130) if backend == "reference" and quick else dict(T=512)
+    size = KERNELS
+    if backend == "reference":
+        size = REFERENCE_QUICK if quick else REFERENCE
+    square = dict(T=size.T, H=size.H)
     seeds = range(1) if quick else range(5 if backend == "kernels" else 2)
     if op == "bwd_recurrence":
-        seeds = seeds[:3]
-        made = [Case(n, seed=seed, **size) for n in names for seed in seeds]
-        ragged = [Case(n, lengths=RAGGED_TILES) for n in ("mixed+states",) if n in names]
-        return made + ragged
+        made = [Case(n, seed=seed, **square) for n in names for seed in seeds[:3]]
+        ragged = dict(lengths=size.ragged_tiles, H=size.ragged_H)
+        return made + [Case(n, **ragged) for n in ("mixed+states",) if n in names]
     forms = ("B",) if quick or backend == "reference" else FORMS
     made = [
-        Case(name, form, seed, v_first=seed % 2 == 0, **size)
+        Case(name, form, seed, v_first=seed % 2 == 0, **square)
         for name in names
         for seed in seeds
         for form in forms
     ]
+    other = dict(T=size.dense, H=size.ragged_H)
     for name in ("mixed+states", "ub_typ+states"):
         if name in names:
-            both = ((True, RAGGED), (False, RAGGED), (False, None))
+            both = ((True, size.ragged), (False, size.ragged), (False, None))
             made += [
-                Case(name, x, v_first=v_first, T=DENSE, H=3, lengths=lengths)
-                for x in forms
+                Case(name, form, v_first=v_first, lengths=lengths, **other)
+                for form in forms
                 for v_first, lengths in both
             ]
     if "typical" in names:
-        made += [Case("typical", form, T=DENSE, H=3, state=False) for form in forms]
+        made += [Case("typical", form, state=False, **other) for form in forms]
     return made
 
 
