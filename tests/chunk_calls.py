@@ -1,11 +1,13 @@
-"""Calls of `chunk_kda` in tests: what `kda_cute.accuracy.calls` makes, and ways to compare, copy and
-spoil them.
+"""Calls of `chunk_kda` in tests: what `kda_cute.accuracy.calls` makes, on the GPU, and ways to compare,
+copy and spoil them.
 """
 
+import functools
 import math
 
 import torch
 
+import kda_cute
 from kda_cute.accuracy.calls import (
     FORMS,
     LEAVES,
@@ -15,20 +17,18 @@ from kda_cute.accuracy.calls import (
     bounds,
     exact_gradients,
     gradients,
-    log_gate_call,
     make_call,
     oracle,
-    raw_gate_call,
     sequence,
     upstream,
     with_leaves,
 )
 from kda_cute.accuracy.errors import GONE
 
+# What tests take from here and is the package's.
 __all__ = [
-    "GONE",
-    "RESULTS",
     "FORMS",
+    "GONE",
     "LEAVES",
     "TOKENS",
     "as_call",
@@ -36,31 +36,56 @@ __all__ = [
     "bounds",
     "exact_gradients",
     "gradients",
-    "log_gate_call",
     "make_call",
     "oracle",
-    "raw_gate_call",
     "sequence",
     "upstream",
     "with_leaves",
-    "assert_same_bits",
-    "clones",
-    "integers",
-    "poison",
-    "strided_versions",
-    "written_into",
 ]
 RESULTS = ("o", "final state")
+DEVICE = "cuda"
+THREE = (37, 64, 127)  # cu_seqlens 0, 37, 101, 228
 
 
+call_on_gpu = functools.partial(make_call, device=DEVICE)
+
+
+def log_gate_call(g: torch.Tensor, **shape) -> dict:
+    """Form A on the GPU with the gate g [T, H, 128] or something that broadcasts to it."""
+    call = call_on_gpu("typical+states", "A", **shape)
+    g = g.to(call["g"].device, torch.float32)
+    return call | dict(g=g.expand(call["g"].shape[1:])[None])
+
+
+def raw_gate_call(raw: torch.Tensor, lower_bound: float | None = -5.0, **shape) -> dict:
+    """Form B on the GPU with A_log = dt_bias = 0 and the raw gate given."""
+    call = call_on_gpu("typical+states", "B", **shape)
+    zeros = {name: torch.zeros_like(call[name]) for name in ("A_log", "dt_bias")}
+    raw = raw.to(call["g"].device, torch.bfloat16).expand(call["g"].shape[1:])[None]
+    return call | zeros | dict(g=raw, lower_bound=lower_bound)
+
+
+def run(call: dict):
+    """(o, final state) by what the call asks for: the kernels, unless told otherwise."""
+    return kda_cute.chunk_kda(**call)
+
+
+# ---------------------------------------------------------------- comparing, copying, spoiling
 def integers(x: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor."""
     return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
 
+def by_name(x) -> dict:
+    """{name: tensor} of gradients by name, a NamedTuple, or a result (o, final state)."""
+    if isinstance(x, dict):
+        return x
+    return x._asdict() if hasattr(x, "_asdict") else dict(zip(RESULTS, x, strict=True))
+
+
 def assert_same_bits(a, b, what=""):
-    """Of two results (o, final state), or of gradients by name."""
-    a, b = (x if isinstance(x, dict) else dict(zip(RESULTS, x, strict=True)) for x in (a, b))
+    """Of two of what `by_name` takes."""
+    a, b = by_name(a), by_name(b)
     assert list(a) == list(b), what
     for name, x in a.items():
         y = b[name]
@@ -85,13 +110,34 @@ def written_into(static: dict, source: dict):
 
 def poison(value=math.nan, like=()):
     """Leave blocks of many sizes, and of the sizes of `like`, full of value with the GPU's
-    allocator.
+    allocator. NaN is one in fp32 and in each bf16 half.
     """
     sizes = [1 << n for n in range(9, 31, 1)] + [3 << n for n in range(9, 28)]
     sizes += [x.numel() * x.element_size() for x in like if x is not None] * 2
-    blocks = [torch.full((-(-n // 4),), value, device="cuda") for n in sizes if n]
+    fill = functools.partial(torch.full, device=DEVICE)
+    value, dtype = (0x7FFF7FFF, torch.int32) if math.isnan(value) else (value, torch.float32)
+    blocks = [fill((-(-n // 4),), value, dtype=dtype) for n in sizes if n]
     torch.cuda.synchronize()
     del blocks
+
+
+def captured(function):
+    """(graph of function(), what it returned), after a warm-up."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def widened(x: torch.Tensor, rows: int, dim: int = 1) -> torch.Tensor:
+    """x with more tokens, of NaN, in dimension dim."""
+    shape = list(x.shape)
+    shape[dim] += rows
+    larger = x.new_full(shape, math.nan)
+    larger.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return larger
 
 
 def strided_versions(call: dict) -> dict:

@@ -11,27 +11,33 @@ import math
 import statistics
 import threading
 
-import chunk_calls
 import pytest
 import torch
 from chunk_calls import (
+    DEVICE,
     FORMS,
     GONE,
     LEAVES,
+    THREE,
     TOKENS,
     assert_same_bits,
     batch,
     bounds,
+    call_on_gpu,
+    captured,
     clones,
     exact_gradients,
     gradients,
     integers,
-    make_call,
+    log_gate_call,
     oracle,
     poison,
+    raw_gate_call,
+    run,
     sequence,
     strided_versions,
     upstream,
+    widened,
     with_leaves,
     written_into,
 )
@@ -51,21 +57,11 @@ from kda_cute.accuracy.tolerances import medians as allowed_medians
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-THREE = (37, 64, 127)  # cu_seqlens 0, 37, 101, 228
-call_on_gpu = functools.partial(make_call, device=DEVICE)
-log_gate_call = functools.partial(chunk_calls.log_gate_call, device=DEVICE)
-raw_gate_call = functools.partial(chunk_calls.raw_gate_call, device=DEVICE)
-
 
 # ---------------------------------------------------------------- helpers
 def regime_of(tokens: int) -> str:
     """Typical inputs, of so many tokens together or in each row of a batch."""
     return "typical" if tokens > 16 else "few tokens"
-
-
-def run(call: dict):
-    return kda_cute.chunk_kda(**call)
 
 
 backward = functools.partial(gradients, run)  # (call, do, dht, wanted) -> {name: gradient}
@@ -526,13 +522,6 @@ def test_neighbours_do_not_leak(form):
             pair = of_sequence(call, got, n), of_sequence(call, clean, n)
             assert_same_bits(*pair, f"sequence {n}")
         assert not torch.equal(got["q"][:, 37:101], clean["q"][:, 37:101])
-
-
-def widened(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x [1, T, ...] with more tokens, of NaN."""
-    larger = x.new_full((1, x.shape[1] + rows, *x.shape[2:]), math.nan)
-    larger[:, : x.shape[1]] = x
-    return larger
 
 
 @pytest.mark.parametrize("packed", (True, False))
@@ -1207,16 +1196,6 @@ def test_runs_on_the_current_stream(place):
         assert_same_bits(result, expected[i % 2], f"repeat {i}")
 
 
-def captured(call: dict, ups):
-    """(graph of forward and backward, its gradients), after a warm-up."""
-    backward(call, *ups)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = backward(call, *ups)
-    return graph, got
-
-
 @pytest.mark.parametrize("save_states", (True, False))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_a_graph_replays_with_new_data_and_offsets(dtype, save_states):
@@ -1228,7 +1207,7 @@ def test_a_graph_replays_with_new_data_and_offsets(dtype, save_states):
     upstreams = [upstream(call, s) for s, call in enumerate(calls)]
     expected = [backward(c, *u) for c, u in zip(calls, upstreams, strict=True)]
     static, static_ups = clones(calls[0]), [x.clone() for x in upstreams[0]]
-    graph, got = captured(static, static_ups)
+    graph, got = captured(lambda: backward(static, *static_ups))
     for i in (0, 1, 2, 1, 0, 2):
         written_into(static, calls[i])
         for to, x in zip(static_ups, upstreams[i], strict=True):
@@ -1248,7 +1227,7 @@ def test_a_dense_graph_replays_with_new_data():
     upstreams = [upstream(call, s) for s, call in enumerate(calls)]
     expected = [backward(c, *u) for c, u in zip(calls, upstreams, strict=True)]
     static, static_ups = clones(calls[0]), [x.clone() for x in upstreams[0]]
-    graph, got = captured(static, static_ups)
+    graph, got = captured(lambda: backward(static, *static_ups))
     for i in (0, 1, 0):
         written_into(static, calls[i])
         for to, x in zip(static_ups, upstreams[i], strict=True):

@@ -56,21 +56,6 @@ def as_call(p: Problem, form: str = "B", v_first: bool = True) -> dict:
     )
 
 
-def log_gate_call(g: torch.Tensor, **shape) -> dict:
-    """Form A with the gate g [T, H, 128] or something that broadcasts to it."""
-    call = make_call("typical+states", "A", **shape)
-    g = g.to(call["g"].device, torch.float32)
-    return call | dict(g=g.expand(call["g"].shape[1:])[None])
-
-
-def raw_gate_call(raw: torch.Tensor, lower_bound: float | None = -5.0, **shape) -> dict:
-    """Form B with A_log = dt_bias = 0 and the raw gate given."""
-    call = make_call("typical+states", "B", **shape)
-    zeros = {name: torch.zeros_like(call[name]) for name in ("A_log", "dt_bias")}
-    raw = raw.to(call["g"].device, torch.bfloat16).expand(call["g"].shape[1:])[None]
-    return call | zeros | dict(g=raw, lower_bound=lower_bound)
-
-
 def batch(calls: list[dict]) -> dict:
     """Single sequences of equal length as one dense batch."""
     rows = {name: torch.cat([c[name] for c in calls]) for name in TOKENS}
