@@ -30,11 +30,11 @@ FILES = ("certificate.json", "certificate.md")
 def surroundings() -> dict[str, str]:
     """What a results file says of its machine; from a checkout, by the benchmarks' own function."""
     try:
-        from perf import results
+        from perf.results import surroundings as of_benchmarks
     except ImportError:
         pass
     else:
-        return results.surroundings()
+        return of_benchmarks()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {
