@@ -336,6 +336,8 @@ def test_the_files_say_the_same_as_the_table(tmp_path):
     assert "**all 2 tensors within tolerance" in text and "fla: skipped: import fla: no" in text
     assert "| typical | T512_H2 | o | kernels | 1 | 10 | 1 | 5.33 | ok | 50 |" in text
     assert "not judged" in text
+    head = document.surroundings() | dict(commit="0123456789abcdef-dirty")
+    assert "commit 0123456789ab-dirty," in document.markdown(made, head)
 
 
 def test_the_rows_are_those_of_results_files(tmp_path):

@@ -115,11 +115,13 @@ def notes(certificate: Certificate) -> list[str]:
 def markdown(certificate: Certificate, head: Mapping[str, str]) -> str:
     """The whole certificate."""
     machine = head["gpu"] if head["gpu"] != "none" else f"no GPU ({platform.machine()})"
+    named, _, dirty = head["commit"].partition("-")
+    commit = f"{named[:12]}-{dirty}" if dirty else named[:40]
     parts = [
         "# Accuracy certificate",
         f"**{summary(certificate)}**",
         f"{machine}, driver {head['driver']}, torch {head['torch']}, CuTe-DSL "
-        f"{head['cutlass_dsl']}, commit {head['commit'][:12]}, {head['date']}.",
+        f"{head['cutlass_dsl']}, commit {commit}, {head['date']}.",
         *(f"- {note}" for note in notes(certificate)),
         "Errors are relative Frobenius norms against a float64 oracle, the worst of all seeds and "
         "forms of the call; those of dA_log and ddt_bias are relative to the larger of the sum and "
