@@ -27,7 +27,7 @@ def chunk_kda(p: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor | No
                 out = _ChunkKDA.apply(*p[:_TENSORS], (*p[_TENSORS:], backend))
                 return out[0], out[1] if p.output_final_state else None
     if p.save_states:
-        p = p._replace(save_states=False)
+        p = Problem(*p[:-1], False)
     if _direct(p, backend):
         return chunk_ops.kernels_forward(p)[:2]
     out = _forward(*p, backend)

@@ -65,37 +65,47 @@ class Problem(NamedTuple):
         `addressable`; one copy of each that is not), A_log [H] and dt_bias [H, 128] contiguous fp32,
         initial_state contiguous and 16-byte aligned.  beta and cu_seqlens stay as they are.
         """
-        changed = {}
-        for name, x in zip(self._fields[:4], self[:4], strict=True):
-            if not addressable(x):
-                changed[name] = _compact(x)
-        state = self.initial_state
-        if state is not None and not (state.is_contiguous() and state.data_ptr() % 16 == 0):
-            changed["initial_state"] = _compact(state)
-        shapes = {"A_log": self.q.shape[2:3], "dt_bias": self.q.shape[2:]}
-        for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
-            if x is None:
-                continue
-            if x.dtype != torch.float32 or not x.is_contiguous():
-                changed[name] = x = x.to(torch.float32).contiguous()
-            if x.shape != shapes[name]:
-                changed[name] = x.view(shapes[name])
-        return self._replace(**changed) if changed else self
+        q, k, v, g, _, A_log, dt_bias, state = self[:8]
+        if (
+            addressable(q)
+            and addressable(k)
+            and addressable(v)
+            and addressable(g)
+            and (A_log is None or _fp32(A_log))
+            and (dt_bias is None or (_fp32(dt_bias) and dt_bias.ndim == 2))
+            and (state is None or _aligned(state))
+        ):
+            return self
+        q, k, v, g = (x if addressable(x) else _compact(x) for x in (q, k, v, g))
+        if A_log is not None:
+            A_log = A_log.to(torch.float32).contiguous()
+        if dt_bias is not None:
+            dt_bias = dt_bias.to(torch.float32).contiguous().view(q.shape[2:])
+        if state is not None and not _aligned(state):
+            state = _compact(state)
+        return self._replace(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias, initial_state=state)
 
 
 def addressable(x: torch.Tensor) -> bool:
     """Whether TMA takes x [B, T, H, 128] where it lies: rows of 128 without gaps, a 16-byte aligned
     start, and every other stride a positive multiple of 16 bytes, also of a dimension of size 1.
     """
-    unit = 16 // x.element_size()
     b, t, h, d = x.stride()
     return (
         d == 1
         and b > 0 < t
         and h > 0
-        and not (b % unit or t % unit or h % unit)
+        and (b | t | h) * x.itemsize % 16 == 0
         and x.data_ptr() % 16 == 0
     )
+
+
+def _fp32(x: torch.Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_contiguous()
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def _compact(x: torch.Tensor) -> torch.Tensor:

@@ -2,23 +2,26 @@
 
 Every candidate must first agree with float64 on a few heads of the very tensors that are timed.
 Then, all candidates interleaved and on cold L2: events around calls, the host time of this
-package's calls, and last, under the profiler, the kernels of each call.  A candidate that is wrong,
-raises, or ran other kernels than its own has no times, and makes the exit code 1.
+package's calls, and last, under the profiler and beside the yardsticks, the kernels of each call.  A
+candidate that is wrong, raises, or ran other kernels than its own has no times, and makes the exit
+code 1.
 """
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from perf import compare, profiler, providers, results
+from perf import compare, profiler, providers, results, yardstick
 from perf.forms import REGIME, Inputs, expected, make_inputs, some_heads
 from perf.profiler import Call
 from perf.providers import Candidate, Unavailable
 from perf.shapes import Shape, chunk_kda_bytes, chunk_kda_flops
-from perf.timing import interleaved
+from perf.timing import Timing, interleaved
+
+MOST_WALL = 60  # calls between events: no more, however short they are
 
 
 def make_candidates(
@@ -105,47 +108,67 @@ def foreign_kernels(c: Candidate, calls: Sequence[Call]) -> bool:
 
 
 # ---------------------------------------------------------------- one shape
-def time_all(
+def kernel_calls(
     candidates: Sequence[Candidate], repeats: int
-) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """Name -> wall and host timings and the calls' kernels, and name -> what is wrong with it.
+) -> tuple[dict[str, list[Call]], dict[str, Timing], dict[str, list[str]]]:
+    """What the kernels of every call took, the yardsticks' among them.
 
-    The profiler comes last: once it was on, later launches may be slower.
+    Name -> calls of the candidates that ran what they should, yardstick -> timing, and name -> what
+    is wrong with it.
     """
-    runs = {c.name: c.run for c in candidates}
-    if not runs:
-        return {}, {}
-    wall = interleaved(runs, repeats=repeats, warmup=2)
-    host = {c.name: profiler.host_time(c.run) for c in candidates if c.host}
+    runs: dict[str, Callable[[], Any]] = {c.name: c.run for c in candidates}
+    sticks = yardstick.make()
+    runs |= {yardstick.name(n): run for n, run in sticks.items()}
     try:
         calls = profiler.kernel_calls(runs, repeats=repeats)
     except RuntimeError as error:
         print(f"  FAILED: {error}", flush=True)
-        return {}, {name: ["profiler"] for name in runs}
+        return {}, {}, {c.name: ["profiler"] for c in candidates}
     wrong = {c.name: ["kernels"] for c in candidates if foreign_kernels(c, calls[c.name])}
-    timed = {
-        name: {"wall": wall[name], "host": host.get(name), "calls": calls[name]}
-        for name in runs
-        if name not in wrong
-    }
-    return timed, wrong
+    right = {c.name: calls[c.name] for c in candidates if c.name not in wrong}
+    return right, {n: profiler.total(calls[yardstick.name(n)]) for n in sticks}, wrong
+
+
+def time_all(
+    op: str, shape: Shape, candidates: Sequence[Candidate], repeats: int
+) -> tuple[list[results.Row], dict[str, list[str]]]:
+    """The timing rows of candidates that passed the gate and of the yardsticks, and name -> what is
+    wrong with it.
+
+    The profiler comes last: once it was on, later launches may be slower.
+    """
+    if not candidates:
+        return [], {}
+    runs = {c.name: c.run for c in candidates}
+    wall = interleaved(runs, repeats=min(repeats, MOST_WALL), warmup=2)
+    host = {c.name: profiler.host_time(c.run) for c in candidates if c.host}
+    calls, sticks, wrong = kernel_calls(candidates, repeats)
+    rows = yardstick.rows(op, shape, sticks)
+    for c in candidates:
+        if c.name in calls:
+            rows += rows_of(op, shape, c, calls[c.name], wall[c.name], host.get(c.name))
+    return rows, wrong
+
+
+def _cost(op: str, shape: Shape, c: Candidate) -> dict[str, int]:
+    return dict(
+        moved=chunk_kda_bytes(op, shape, c.form, states=c.states), flops=chunk_kda_flops(op, shape)
+    )
 
 
 def rows_of(
-    op: str, shape: Shape, c: Candidate, timed: Mapping[str, Any] | None, failed: Sequence[str]
+    op: str,
+    shape: Shape,
+    c: Candidate,
+    calls: Sequence[Call],
+    wall: Timing | None = None,
+    host: Timing | None = None,
 ) -> list[results.Row]:
     """The timing row of a candidate, and one for each of its kernels that are timed apart."""
-    moved = chunk_kda_bytes(op, shape, c.form, states=c.states)
-    cost = dict(moved=moved, flops=chunk_kda_flops(op, shape))
-    if timed is None:
-        return [
-            results.timing_row(op, shape.name, c.provider, c.variant, None, failed=failed, **cost)
-        ]
-    calls = timed["calls"]
     rows = [
         results.timing_row(
             op, shape.name, c.provider, c.variant, profiler.total(calls),
-            wall=timed["wall"], host=timed["host"], **cost,
+            wall=wall, host=host, **_cost(op, shape, c),
         )
     ]  # fmt: skip
     for part, (moved, flops) in c.stages.items():
@@ -155,6 +178,21 @@ def rows_of(
             results.timing_row(op, shape.name, c.provider, name, timing, moved=moved, flops=flops)
         )
     return rows
+
+
+def prepare(
+    op: str,
+    shape: Shape,
+    *,
+    forms: Sequence[str],
+    options: Sequence[str],
+    wanted: Sequence[str],
+) -> tuple[list[Candidate], list[results.Row], dict[str, list[str]]]:
+    """The candidates on one shape, gated: all of them, accuracy rows, and name -> what is wrong."""
+    inputs = {n: x for n, x in make_inputs(shape).items() if n in (*forms, compare.PREPARED)}
+    candidates = make_candidates(op, shape, inputs, options, wanted)
+    rows, wrong = gate(op, candidates, inputs)
+    return candidates, rows, wrong
 
 
 def run_shape(
@@ -169,39 +207,17 @@ def run_shape(
     """Gate and time every candidate on one shape; its rows, and whether all passed."""
     started = time.perf_counter()
     print(f"{shape.name}:", flush=True)
-    inputs = {n: x for n, x in make_inputs(shape).items() if n in (*forms, compare.PREPARED)}
-    candidates = make_candidates(op, shape, inputs, options, wanted)
-    rows, wrong = gate(op, candidates, inputs)
-    passed = [c for c in candidates if c.name not in wrong]
-    timed, foreign = time_all(passed, repeats)
+    candidates, rows, wrong = prepare(op, shape, forms=forms, options=options, wanted=wanted)
+    timed, foreign = time_all(op, shape, [c for c in candidates if c.name not in wrong], repeats)
     wrong |= foreign
-    for c in candidates:
-        rows += rows_of(op, shape, c, timed.get(c.name), wrong.get(c.name, ()))
+    rows += timed
+    rows += [
+        results.timing_row(
+            op, shape.name, c.provider, c.variant, None,
+            failed=wrong[c.name], **_cost(op, shape, c),
+        )
+        for c in candidates
+        if c.name in wrong
+    ]  # fmt: skip
     print(f"  {time.perf_counter() - started:.1f} s", flush=True)
     return rows, not wrong
-
-
-def run(
-    op: str,
-    shapes: Sequence[Shape],
-    *,
-    forms: Sequence[str],
-    options: Sequence[str],
-    wanted: Sequence[str],
-    repeats: int,
-    out: str | None = None,
-) -> int:
-    """All shapes, the tables, the results file; returns the exit code."""
-    rows: list[results.Row] = []
-    all_passed = True
-    for shape in shapes:
-        more, passed = run_shape(
-            op, shape, forms=forms, options=options, wanted=wanted, repeats=repeats
-        )
-        rows += more
-        all_passed &= passed
-        torch.cuda.empty_cache()
-        if out:
-            results.write(out, rows)
-    print(f"\n{compare.to_markdown(rows)}", flush=True)
-    return 0 if all_passed else 1

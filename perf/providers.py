@@ -286,3 +286,23 @@ PROVIDERS: dict[str, Callable[..., list[Candidate]]] = {
     "cudnn": cudnn,
     "fla": fla,
 }
+
+
+def why_not(provider: str) -> str:
+    """Why a provider can't run here, as far as can be told without calling it; empty if it can.
+
+    Imports the peer.
+    """
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if provider == "kda_cute":
+        major, minor = torch.cuda.get_device_capability()
+        return "" if (major, minor) == (9, 0) else f"needs a Hopper GPU (9.0), not {major}.{minor}"
+    try:
+        if provider == "cudnn":
+            _import("cudnn.linear_attention.ops", "kimi_delta_attention")
+        if provider == "fla":
+            _import("fla.ops.kda", "chunk_kda")
+    except Unavailable as reason:
+        return str(reason)
+    return ""

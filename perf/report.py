@@ -9,49 +9,61 @@ Needs no GPU.
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kda_cute.layouts import audit
 from kda_cute.layouts.variants import plan
 from kda_cute.workspace import CHUNK
-from perf import compare, results
+from perf import compare, results, yardstick
 from perf.shapes import find_shape
 
 SMS = 132  # of an H200: more CTAs than that take turns
 BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
 
 
-def newest_by_op(folder: Path) -> list[tuple[Path, dict[str, Any], list[str]]]:
+def ops_of(run: Mapping[str, Any]) -> list[str]:
+    """Ops that a run measured, yardsticks left out."""
+    return list(dict.fromkeys(r["op"] for r in run["rows"] if not yardstick.is_yardstick(r)))
+
+
+def newest_by_op(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any], list[str]]]:
     """(path, results, ops to take from it): each op from the newest file that has it, newest file
     first.
     """
-    found = [(path, results.read(path)) for path in folder.glob("*.json")]
+    found = [(path, results.read(path)) for path in paths]
     found.sort(key=lambda item: (item[1]["date"], item[0].name), reverse=True)
     taken: set[str] = set()
     chosen = []
     for path, run in found:
-        ops = [op for op in dict.fromkeys(row["op"] for row in run["rows"]) if op not in taken]
+        ops = [op for op in ops_of(run) if op not in taken]
         if ops:
             taken.update(ops)
             chosen.append((path, run, ops))
     return chosen
 
 
+def where(path: Path, run: Mapping[str, Any]) -> str:
+    """Where and when a run was made."""
+    commit, _, dirty = run["commit"].partition("-")
+    made = f"{commit[:12]}-{dirty}" if dirty else commit[:12]
+    return (
+        f"{run['gpu']}, driver {run['driver']}, torch {run['torch']}, CuTe-DSL {run['cutlass_dsl']}, "
+        f"commit {made}, {run['date'][:10]} (`{path.name}`)."
+    )
+
+
 def tables(runs: Iterable[tuple[Path, dict[str, Any], list[str]]]) -> str:
     """The text between the markers: where and when each run was made, then its tables."""
     parts = []
     for path, run, ops in runs:
-        commit, _, dirty = run["commit"].partition("-")
-        made = f"{commit[:12]}-{dirty}" if dirty else commit[:12]
-        where = (
-            f"{run['gpu']}, driver {run['driver']}, torch {run['torch']}, CuTe-DSL {run['cutlass_dsl']}, "
-            f"commit {made}, {run['date'][:10]} (`{path.name}`)."
-        )
         rows = [row for row in run["rows"] if row["op"] in ops]
         level_2 = dict.fromkeys(compare.OPS, compare.to_markdown)
-        parts += [f"{where}\n\n{results.to_markdown(rows, level_2)}", layout_effects(rows)]
+        parts += [
+            f"{where(path, run)}\n\n{results.to_markdown(rows, level_2)}",
+            layout_effects(rows),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -112,9 +124,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.results:
         run = results.read(args.results)
-        runs = [(args.results, run, list(dict.fromkeys(row["op"] for row in run["rows"])))]
+        runs = [(args.results, run, ops_of(run))]
     else:
-        runs = newest_by_op(results.FOLDER)
+        runs = newest_by_op(results.FOLDER.glob("*.json"))
     if not runs:
         print(f"no results files in {results.FOLDER}", file=sys.stderr)
         return 1

@@ -5,8 +5,9 @@
 A timing row has `op`, `shape`, `provider`, `variant`, `median_us`, `p20_us`, `p80_us`, `bytes`,
 `flops`; a row that failed its correctness gate has no times (null) and `failed`, the tensors that
 were wrong.  Where its times are sums over the kernels of a call, it may have `wall_us` (between
-events around the call) and `host_us` (until the call returns), both medians of eager calls.  An
-accuracy row has `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`, `provider`, and
+events around the call) and `host_us` (until the call returns), both medians of eager calls.
+`samples_us`, which `perf.regression` decides from, has what the median is of, in the order in which
+it was measured: single calls, or medians over equal groups of consecutive ones.  An accuracy row has `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`, `provider`, and
 may have `variant` and `shape`.
 """
 
@@ -29,7 +30,11 @@ FOLDER = Path(__file__).resolve().parent / "results"
 HEADER = ("gpu", "driver", "torch", "cutlass_dsl", "commit", "date")
 TIMING = ("op", "shape", "provider", "variant", "median_us", "p20_us", "p80_us", "bytes", "flops")
 ACCURACY = ("op", "regime", "tensor", "error", "tolerance", "provider")
-OPTIONAL = {TIMING: ("failed", "wall_us", "host_us"), ACCURACY: ("variant", "shape")}
+OPTIONAL = {
+    TIMING: ("failed", "wall_us", "host_us", "samples_us"),
+    ACCURACY: ("variant", "shape"),
+}
+MAX_SAMPLES = 60  # of a row
 
 
 # ---------------------------------------------------------------- rows
@@ -56,7 +61,9 @@ def timing_row(
     if failed:
         return row | {"failed": failed}
     more = {"wall_us": wall, "host_us": host}
-    return row | {name: round(t.median, 3) for name, t in more.items() if t is not None}
+    row |= {name: round(t.median, 3) for name, t in more.items() if t is not None}
+    samples = () if timing is None else timing.condensed(MAX_SAMPLES)
+    return row | {"samples_us": [round(us, 2) for us in samples]}
 
 
 def accuracy_row(

@@ -13,16 +13,17 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from kda_cute import compile as kernels
 from kda_cute import reference
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads, Workspace
-from perf import chunk_kda, providers, results
+from perf import chunk_kda, compare, providers, results, yardstick
 from perf.forms import some_heads
 from perf.shapes import (
     COPY_RATE,
@@ -35,6 +36,7 @@ from perf.shapes import (
 )
 from perf.timing import COPY_BYTES, Timing, interleaved, measure_copy_bandwidth
 
+OP = "bwd_recurrence"
 REGIME = "typical"
 LOWER_BOUND = -5.0
 BF16_OUTPUTS = ("dv",)
@@ -178,7 +180,7 @@ def check(
             failed.append(tensor)
         rows.append(
             results.accuracy_row(
-                "bwd_recurrence",
+                OP,
                 REGIME,
                 tensor,
                 error,
@@ -318,11 +320,14 @@ def run_shape(
     passed = [c for c in candidates if c.name not in wrong]
     timings = {}
     if passed:
-        timings = interleaved(
-            {c.name: functools.partial(c.run, *inputs) for c in passed},
-            repeats={c.name: c.repeats for c in passed},
-            warmup=1,
-        )
+        sticks = yardstick.make()
+        runs = {c.name: functools.partial(c.run, *inputs) for c in passed}
+        repeats = {c.name: c.repeats for c in passed}
+        for name, stick in sticks.items():
+            runs[yardstick.name(name)] = stick
+            repeats[yardstick.name(name)] = max(c.repeats for c in passed)
+        timings = interleaved(runs, repeats=repeats, warmup=1)
+        rows += yardstick.rows(OP, shape, {n: timings.pop(yardstick.name(n)) for n in sticks})
     for c in passed:  # after timing: a profiler that was on once may slow later launches
         foreign = foreign_kernels(c, inputs)
         if foreign:
@@ -335,7 +340,7 @@ def run_shape(
     for c in candidates:
         rows.append(
             results.timing_row(
-                "bwd_recurrence",
+                OP,
                 shape.name,
                 c.provider,
                 c.variant,
@@ -346,6 +351,49 @@ def run_shape(
             )
         )
     return rows, not wrong
+
+
+# ---------------------------------------------------------------- a run
+class Job(NamedTuple):
+    """An op on a shape.  how: candidates of level 1, else what `chunk_kda.run_shape` takes."""
+
+    op: str
+    shape: Shape
+    how: Mapping[str, Any]
+
+
+def measure(jobs: Iterable[Job], out: str | Path | None = None) -> tuple[list[results.Row], bool]:
+    """Gate and time every job; all rows, and whether everything passed.  The results file is
+    written after each job.
+    """
+    rows: list[results.Row] = []
+    all_passed, copy_rate = True, None
+    for job in jobs:
+        if job.op == OP:
+            if copy_rate is None:
+                copy_rate, copy = measure_copy_bandwidth()
+                rows.append(
+                    results.timing_row(
+                        "copy", "2GiB", "torch", "copy_", copy, moved=2 * COPY_BYTES, flops=0
+                    )
+                )
+            more, passed = run_shape(job.shape, job.how["candidates"], copy_rate)
+        else:
+            more, passed = chunk_kda.run_shape(job.op, job.shape, **job.how)
+        rows += more
+        all_passed &= passed
+        torch.cuda.empty_cache()
+        if out:
+            results.write(out, rows)
+    return rows, all_passed
+
+
+def show(rows: Sequence[results.Row]) -> None:
+    """Print the tables of level 2."""
+    for op in compare.OPS:
+        mine = [row for row in rows if row["op"] == op]
+        if mine:
+            print(f"\n{op}\n\n{compare.to_markdown(mine)}", flush=True)
 
 
 def _words(text: str) -> list[str]:
@@ -416,30 +464,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if level_2:
         without = {"kda_cute": args.no_ours, "cudnn": args.no_cudnn, "fla": not args.fla}
-        return chunk_kda.run(
-            args.op,
-            shapes,
+        how = dict(
             forms=args.forms,
             options=args.options,
             wanted=[name for name, left_out in without.items() if not left_out],
             repeats=args.repeats,
-            out=args.out,
         )
-    if args.scalar:
-        candidates += scalar_candidates(args.scalar_repeats)
-
-    copy_rate, copy = measure_copy_bandwidth()
-    rows = [
-        results.timing_row("copy", "2GiB", "torch", "copy_", copy, moved=2 * COPY_BYTES, flops=0)
-    ]
-    all_passed = True
-    for shape in shapes:
-        more, passed = run_shape(shape, candidates, copy_rate)
-        rows += more
-        all_passed &= passed
-        torch.cuda.empty_cache()
-        if args.out:
-            results.write(args.out, rows)
+    else:
+        candidates += scalar_candidates(args.scalar_repeats) if args.scalar else []
+        how = dict(candidates=candidates)
+    rows, all_passed = measure([Job(args.op, shape, how) for shape in shapes], args.out)
+    show(rows)
     return 0 if all_passed else 1
 
 

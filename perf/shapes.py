@@ -3,6 +3,7 @@
 Level 1 is `bwd_recurrence`, with tiles of 16 tokens; level 2 is `chunk_kda`, with chunks of 64.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 CHUNK, HEAD_DIM = 16, 128
@@ -10,6 +11,10 @@ LONG_CHUNK = 64  # of level 2
 
 # Bytes per second, read + written, that a device-to-device copy reaches on an H200: floors are stated against it.
 COPY_RATE = 4.26e12
+# Floating-point operations per second that large matrix products reach there, by operands.
+MATRIX_RATE = {"bf16": 800e12, "tf32": 440e12}
+# Calls of fewer tokens times heads are short, and noisy: they are repeated more often.
+FULL_WORK, MOST_REPEATS = 1 << 19, 8
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,36 @@ SHAPES = {
 }
 
 
+# How time grows with one dimension, the other fixed; SHAPES has further points of both series.
+SCALING = {
+    shape.name: shape
+    for shape in (
+        *(Shape(f"T{T}_H32", (T,), 32) for T in (1024, 2048, 4096, 8192, 16384)),
+        *(Shape(f"T8192_H{H}", (8192,), H) for H in (4, 8, 48)),
+    )
+}
+GROUPS = {"all": SHAPES, "scaling": SCALING}
+
+
 def find_shape(name: str) -> Shape:
     """The shape of that name; ValueError names those that exist."""
-    if name not in SHAPES:
-        raise ValueError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+    known = {**SCALING, **SHAPES}
+    if name not in known:
+        raise ValueError(f"shape {name!r} is not one of {', '.join((*SHAPES, *SCALING))}")
+    return known[name]
+
+
+def find_shapes(names: Iterable[str]) -> list[Shape]:
+    """The shapes of those names, a group's name standing for its shapes; each once."""
+    each = [n for name in names for n in GROUPS.get(name, (name,))]
+    if not each:
+        raise ValueError(f"no shape; known are {', '.join((*GROUPS, *SHAPES, *SCALING))}")
+    return [find_shape(name) for name in dict.fromkeys(each)]
+
+
+def repeats_of(shape: Shape, rounds: int) -> int:
+    """How often a call is timed so that a short one has no more noise than others."""
+    return rounds * min(MOST_REPEATS, max(1, -(-FULL_WORK // (shape.T * shape.H))))
 
 
 def bwd_recurrence_bytes(

@@ -40,6 +40,14 @@ class Timing:
         """80th percentile in microseconds."""
         return percentile(self.samples, 80)
 
+    def condensed(self, most: int) -> tuple[float, ...]:
+        """At most so many samples: medians over equal groups of consecutive ones."""
+        if most < 1:
+            raise ValueError(f"most must be at least 1, not {most}")
+        group = -(-len(self.samples) // most)
+        starts = range(0, len(self.samples), group)
+        return tuple(statistics.median(self.samples[at : at + group]) for at in starts)
+
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """Percentile with linear interpolation between order statistics."""

@@ -28,6 +28,7 @@ from perf import (
     run,
     sanitize,
     timing,
+    yardstick,
 )
 from perf.scalar_recurrence import ScalarConfig, scalar_recurrence, scalar_spec, smem_bytes
 from perf.shapes import (
@@ -378,6 +379,9 @@ def test_command_line_refuses_unknown_names(capsys):
         assert args[1] in capsys.readouterr().err
 
 
+STICKS = ("copy", "matmul")
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """A machine that seems to have a GPU, and an op that is the reference: wrong in bf16, unknown layouts raise."""
@@ -400,6 +404,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(results, "surroundings", lambda: HEADER)
     monkeypatch.setattr(run, "make_inputs", lambda shape: make_inputs(shape, "cpu"))
+    monkeypatch.setattr(yardstick, "make", lambda: dict.fromkeys(STICKS, lambda: None))
     monkeypatch.setattr(run, "launched_kernels", kernels_of)
     monkeypatch.setattr(run, "measure_copy_bandwidth", lambda: (4.2e12, copy))
     fake_time = functools.partial(interleaved, flush=lambda: None, clock=Clock([]))
@@ -417,10 +422,11 @@ def test_a_run_in_which_all_pass(stand_in, tmp_path, capsys):
     assert run_main("tf32/default,tf32/padded", tmp_path / "r.json") == 0
     rows = results.read(tmp_path / "r.json")["rows"]
     timed = [row for row in rows if results.is_timing(row)]
-    assert [row["variant"] for row in timed] == ["copy_", "tf32/default", "tf32/padded"]
-    assert timed[1]["bytes"] == bwd_recurrence_bytes(SMALL)
+    assert [row["variant"] for row in timed] == ["copy_", *STICKS, "tf32/default", "tf32/padded"]
+    assert timed[3]["bytes"] == bwd_recurrence_bytes(SMALL)
     assert all(row["median_us"] > 0 for row in timed)
-    assert len(rows) == 3 + 2 * 8
+    assert [len(row["samples_us"]) for row in timed] == [1, 3, 3, 3, 3]
+    assert len(rows) == 5 + 2 * 8
     printed = capsys.readouterr().out
     assert "kda_cute/tf32/padded: ok" in printed
     assert "copy in this run: 4.20 TB/s" in printed
@@ -754,6 +760,8 @@ def level_2(monkeypatch):
     monkeypatch.setattr(results, "surroundings", lambda: HEADER)
     monkeypatch.setattr(run, "compile_forward", lambda *_: None)
     monkeypatch.setattr(chunk_kda, "make_inputs", lambda shape: make_inputs(shape, "cpu"))
+    sticks = {name: functools.partial(device.launch, name) for name in STICKS}
+    monkeypatch.setattr(yardstick, "make", lambda: sticks)
     fence = lambda: device.launch("fence")  # noqa: E731
     seen = functools.partial(profiler.kernel_calls, fence=fence, recorder=device)
     monkeypatch.setattr(profiler, "kernel_calls", seen)
@@ -776,17 +784,19 @@ def test_a_level_2_run_in_which_all_pass(level_2, tmp_path, capsys, op):
     assert level_2(op, [ours, cudnn], "--shapes", "small,dense", "--out", str(out)) == 0
     rows = results.read(out)["rows"]
     timed = [row for row in rows if results.is_timing(row)]
-    variants = ["A/states", "A/states/mine", "B/states", "B/states/mine", "prepared"]
+    variants = [*STICKS, "A/states", "A/states/mine", "B/states", "B/states/mine", "prepared"]
     assert [(r["shape"], r["variant"]) for r in timed] == list(
         itertools.product(("small", "dense"), variants)
     )
-    whole, kernel = timed[0], timed[1]
+    assert [row["op"] for row in timed[:3]] == [f"yardstick/{op}"] * 2 + [op]
+    assert all(len(row["samples_us"]) == 3 for row in timed)
+    whole, kernel = timed[2], timed[3]
     assert 0 < kernel["median_us"] < whole["median_us"]
     assert whole["wall_us"] > 0
     assert whole["host_us"] >= 0
-    assert "host_us" not in timed[4]
+    assert "host_us" not in timed[6]
     assert whole["bytes"] == chunk_kda_bytes(op, SMALL, "A", states=False)
-    assert timed[4]["bytes"] == whole["bytes"]  # fp32 g and beta, too
+    assert timed[6]["bytes"] == whole["bytes"]  # fp32 g and beta, too
     assert kernel["bytes"] == 4_260_000
     tensors = len(forms.LEAVES) if op == "chunk_kda_bwd" else 1
     assert len(rows) - len(timed) == 2 * 3 * tensors
@@ -805,7 +815,8 @@ def test_what_fails_in_level_2_is_never_timed(level_2, tmp_path, capsys):
     ]
     out = tmp_path / "r.json"
     assert level_2(OPS[0], bad, "--shapes", "dense", "--fla", "--out", str(out)) == 1
-    timed = [row for row in results.read(out)["rows"] if results.is_timing(row)]
+    rows = results.read(out)["rows"]
+    timed = [r for r in rows if results.is_timing(r) and not yardstick.is_yardstick(r)]
     assert {row["provider"]: row["failed"] for row in timed} == {
         "kda_cute": ["o"],
         "cudnn": ["ValueError"],
@@ -837,7 +848,8 @@ def test_a_profiler_that_sees_nothing_gives_no_times(level_2, monkeypatch, tmp_p
 
 def test_which_providers_a_level_2_run_asks(level_2, monkeypatch):
     asked = []
-    monkeypatch.setattr(chunk_kda, "run", lambda op, shapes, **how: asked.append(how) or 0)
+    nothing = lambda op, shape, **how: asked.append(how) or ([], True)  # noqa: E731
+    monkeypatch.setattr(chunk_kda, "run_shape", nothing)
     for flags, wanted in (
         ((), ["kda_cute", "cudnn"]),
         (("--fla", "--no-cudnn"), ["kda_cute", "fla"]),

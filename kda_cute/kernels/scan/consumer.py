@@ -32,8 +32,8 @@ class ConsumerRole(StateRole):
             S.fill(0.0)
         state = rounded_a(by_tokens, S, ROWS, D)
         rounded_U = cute.make_rmem_tensor(by_tokens.partition_shape_A((ROWS, C)), BFloat16)
-        rounded_U.fill(0.0)
-        self.stage_state(by_keys, state, base, group, tid)
+        o.fill(0.0)
+        outputs = rounded(o)
         for it in cutlass.range(walk.chunks, unroll=1):
             s = it % self.stages
             cute.arch.mbarrier_wait(bars + Bar.FULL * self.stages + s, it // self.stages & 1)
@@ -43,8 +43,8 @@ class ConsumerRole(StateRole):
             U = accumulator(by_tokens, ROWS, C)
             gemm(by_tokens, U, state, w[None, None, None, s])
             gemm(by_tokens, o, state, qd[None, None, None, s])
-            self.stage_U(by_tokens, rounded_U, base, group, tid)
-            self.publish(walk, base, copies, group, tid, it)
+            self.free_staging(group, tid)
+            self.stage("o", by_tokens, outputs, base, group, tid)
             self.decay(S, base, s, tid)
             u = self.load_columns("u", by_tokens, base, s, group, tid)
             warpgroup.wait_group(1)
@@ -52,50 +52,39 @@ class ConsumerRole(StateRole):
             # S^T += U^T kr
             rounded_U.store(rounded_a(by_tokens, U, ROWS, C).load())
             gemm(by_keys, S, rounded_U, kr[None, None, None, s], accumulate=True)
+            if const_expr(self.config.save):
+                self.stage("states", by_keys, state, base, group, tid)
+                self.stage("U", by_tokens, rounded_U, base, group, tid)
+            self.publish(walk, base, copies, group, tid, it)
             warpgroup.wait_group(1)
             # o^T += diag(qk) U^T + U^T mqk^T
             self.add_diagonal(o, U, base, s, tid)
             gemm(by_tokens, o, rounded_U, mqk[None, None, None, s], accumulate=True)
             warpgroup.wait_group(1)
             state.store(rounded_a(by_tokens, S, ROWS, D).load())
-            self.free_staging(group, tid)
-            self.stage_state(by_keys, state, base, group, tid)
             warpgroup.wait_group(0)
             arrive(self.config, bars + Bar.EMPTY * self.stages + s)
-            self.stage("o", by_tokens, rounded(o), base, group, tid)
+            outputs.store(rounded(o).load())
         if const_expr(self.config.final):
             self.store_state(m.final[walk.n, walk.h, None, None], S, walk, group, tid)
         if walk.chunks > 0:
-            self.stage_U(by_tokens, rounded_U, base, group, tid)
+            self.free_staging(group, tid)
+            self.stage("o", by_tokens, outputs, base, group, tid)
             self.publish_last(m, walk, base, copies, group, tid)
 
     # ------------------------------------------------------------ staging
-    def stage_state(self, tiled, state, base, group, tid):
-        """The rounded state on entering a chunk."""
-        if self.config.save:
-            self.stage("states", tiled, state, base, group, tid)
-
-    def stage_U(self, tiled, rounded_U, base, group, tid):
-        """U of the chunk before, while this one's first products run."""
-        if self.config.save:
-            self.stage("U", tiled, rounded_U, base, group, tid)
-
     @cute.jit
     def publish(self, walk: Walk, base, copies: Copies, group: Int32, tid: Int32, it: Int32):
-        """Send what is staged: the state on entering chunk `it`, o and U of the one before."""
+        """Send what is staged: the state on entering chunk `it` and its U, and o of the one before."""
         cute.arch.fence_view_async_shared()
         self.staging_barrier(group)
         if cute.arch.make_warp_uniform(tid // 32) == 0:
             if const_expr(self.config.save):
                 self.send("states", copies.states, walk, base, group, it)
+                self.send("U", copies.U, walk, base, group, it)
             if it > 0:
                 self.send_outputs(walk, base, copies.o, group, it - 1)
-                self.send_U(walk, base, copies.U, group, it - 1)
             cute.arch.cp_async_bulk_commit_group()
-
-    def send_U(self, walk, base, copy, group, chunk):
-        if self.config.save:
-            self.send("U", copy, walk, base, group, chunk)
 
     def send_outputs(self, walk, base, copy, group, chunk):
         rows = cute.domain_offset(
@@ -106,8 +95,8 @@ class ConsumerRole(StateRole):
 
     @cute.jit
     def publish_last(self, m: Gmem, walk: Walk, base, copies: Copies, group: Int32, tid: Int32):
-        """Send U and o of the last chunk; o by rows where the chunk is not full, for what follows
-        belongs to another sequence.
+        """Send o of the last chunk; by rows where the chunk is not full, for what follows belongs to
+        another sequence.
         """
         last = walk.chunks - 1
         cute.arch.fence_view_async_shared()
@@ -115,7 +104,6 @@ class ConsumerRole(StateRole):
         if walk.tail < C:
             self.copy_rows(m, walk, base, group, tid, walk.token + C * last)
         if cute.arch.make_warp_uniform(tid // 32) == 0:
-            self.send_U(walk, base, copies.U, group, last)
             if walk.tail == C:
                 self.send_outputs(walk, base, copies.o, group, last)
             cute.arch.cp_async_bulk_commit_group()

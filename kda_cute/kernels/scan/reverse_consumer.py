@@ -43,9 +43,7 @@ class ReverseConsumerRole(StateRole):
             # dU^T = do^T mqk + dS^T kr^T
             gemm(do_by_tokens, dU, do_s, mqk[None, None, None, s])
             state = rounded_a(by_tokens, dS, ROWS, D)
-            self.stage("dstates", by_keys, state, base, group, tid)
             gemm(by_tokens, dU, state, kr[None, None, None, s], accumulate=True)
-            self.publish(walk, base, copies, group, tid, it)
             # dS^T <- diag(eg) dS^T + do^T qd
             self.decay(dS, base, s, tid)
             gemm(do_by_keys, dS, do_s, qd[None, None, None, s], accumulate=True)
@@ -60,13 +58,14 @@ class ReverseConsumerRole(StateRole):
             cute.make_tensor(minus.iterator, dU.layout).store((-dU.load()).to(BFloat16))
             gemm(by_keys, dS, minus, w[None, None, None, s], accumulate=True)
             self.free_staging(group, tid)
+            self.stage("dstates", by_keys, state, base, group, tid)
             self.stage("dU", by_tokens, rounded(dU), base, group, tid)
+            self.publish(walk, base, copies, group, tid, it)
             warpgroup.wait_group(0)
             arrive(self.config, bars + Bar.EMPTY * self.stages + s)
         if const_expr(self.config.final):
             self.store_state(m.final[walk.n, walk.h, None, None], dS, walk, group, tid)
-        if walk.chunks > 0:
-            self.publish_last(walk, base, copies, group, tid)
+        self.free_staging(group, tid)
 
     @cute.jit
     def zero_tail(self, walk: Walk, base, bars, group: Int32, tid: Int32):
@@ -87,23 +86,10 @@ class ReverseConsumerRole(StateRole):
     # ------------------------------------------------------------ staging
     @cute.jit
     def publish(self, walk: Walk, base, copies: ReverseCopies, group: Int32, tid: Int32, it: Int32):
-        """Send what is staged: dS of the state leaving the chunk, and dU of the chunk before it in
-        the walk.
-        """
+        """Send what is staged: dS of the state leaving the chunk, and its dU."""
         cute.arch.fence_view_async_shared()
         self.staging_barrier(group)
         if cute.arch.make_warp_uniform(tid // 32) == 0:
             self.send("dstates", copies.dstates, walk, base, group, walk.backward(it))
-            if it > 0:
-                self.send("dU", copies.dU, walk, base, group, walk.backward(it - 1))
+            self.send("dU", copies.dU, walk, base, group, walk.backward(it))
             cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def publish_last(self, walk: Walk, base, copies: ReverseCopies, group: Int32, tid: Int32):
-        """Send dU of the sequence's first chunk."""
-        cute.arch.fence_view_async_shared()
-        self.staging_barrier(group)
-        if cute.arch.make_warp_uniform(tid // 32) == 0:
-            self.send("dU", copies.dU, walk, base, group, Int32(0))
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
