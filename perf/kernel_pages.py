@@ -18,9 +18,10 @@ from typing import NamedTuple
 from kda_cute import backward, forward, ops, report
 from kda_cute.compile import KernelSpec
 from perf import results
-from perf.report import newest_by_op
+from perf.report import newest_by_op, where
 from perf.shapes import (
     COPY_RATE,
+    MATRIX_RATE,
     Shape,
     backward_stages,
     bwd_recurrence_bytes,
@@ -30,8 +31,6 @@ from perf.shapes import (
 )
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "kernels"
-# Dense products per second that a loop of nothing but such instructions reaches on an H200.
-MATRIX_RATE = {"bf16": 800e12, "tf32": 440e12}
 SHAPES = ("T8192_H96", "T32768_H32", "T2048_H12")  # many heads, a long sequence, a small batch
 MEASURED = ("roofline",)  # tables that change with every run
 
@@ -170,7 +169,7 @@ def bytes_table(kernel: Kernel) -> str:
 def roofline_table(kernel: Kernel, folder: Path = results.FOLDER) -> str:
     """Measured times beside both roofs; a paragraph for each results file."""
     parts = []
-    for path, run, taken in sorted(newest_by_op(folder), key=lambda item: item[2]):
+    for path, run, taken in sorted(newest_by_op(folder.glob("*.json")), key=lambda item: item[2]):
         body = []
         for row in run["rows"]:
             mine = kernel.rows.get(row["op"])
@@ -188,10 +187,7 @@ def roofline_table(kernel: Kernel, folder: Path = results.FOLDER) -> str:
         if body:
             head = ("op", "shape", "variant", "GB", "bytes take, us", "GFLOP", "products take, us")
             head += ("measured us", "over the higher")
-            where = (
-                f"{run['gpu']}, {run['date'][:10]}, commit {run['commit'][:12]} (`{path.name}`):"
-            )
-            parts.append(f"{where}\n\n{results.table(head, body)}")
+            parts.append(f"{where(path, run)}\n\n{results.table(head, body)}")
     return "\n\n".join(parts) or "Not measured yet."
 
 

@@ -101,7 +101,7 @@ def test_check_tells_of_a_stale_page_and_writing_mends_it(tmp_path, monkeypatch,
 
 
 def test_links_and_paths_of_the_pages_exist():
-    for page in [*DOCS.glob("*.md"), *DOCS.glob("kernels/*.md")]:
+    for page in [DOCS / "mathematics.md", DOCS / "accuracy.md", *DOCS.glob("kernels/*.md")]:
         text = page.read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / target).exists(), (page.name, target)
