@@ -57,7 +57,7 @@ CHUNK_KDA = {
 # is off from the oracle: WORKSPACE is twice the largest of those errors over seeds 0 to 4.  The
 # final state is carried in fp32 and never rounded; dA_log has four elements, so its error varies
 # from seed to seed and gets three times.  The kernel's own rounding comes on top: KERNEL is the most
-# that tests/accuracy.py allows it, against a reference that is fed the same workspace.
+# that kda_cute/accuracy allows it, against a reference that is fed the same workspace.
 WORKSPACE = {
     **{"final_state": 0.001, "dq": 3.0, "dk": 1.5, "dv": 0.5, "dg": 4.0, "dbeta": 1.2},
     **{"dA_log": 10.5, "ddt_bias": 4.0, "dinitial_state": 0.07},

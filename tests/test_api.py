@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from regimes import make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kda_cute
 from kda_cute import api, reference
+from kda_cute.accuracy.regimes import make_problem
 from kda_cute.workspace import RecurrenceGrads, Workspace
 
 LENGTHS = (17, 0, 5, 32)  # tiles 2, 0, 1, 2

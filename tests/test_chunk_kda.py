@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from accuracy import rel_error
 from chunk_calls import (
     FORMS,
     LEAVES,
@@ -23,13 +22,14 @@ from chunk_calls import (
     upstream,
     with_leaves,
 )
-from regimes import make_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import kda_cute
 from kda_cute import chunk, chunk_ops, reference
+from kda_cute.accuracy.errors import rel_error
+from kda_cute.accuracy.regimes import make_problem
 from kda_cute.problem import Problem, addressable
 
 F64 = torch.float64

@@ -3,15 +3,15 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-import accuracy
 import pytest
 import torch
 from chunk_calls import DEVICE, THREE, assert_same_bits, captured, poison, widened
-from regimes import make_problem
 
 import kda_cute
 from kda_cute import compile as kernel_cache
 from kda_cute import reference, varlen
+from kda_cute.accuracy import recurrence as accuracy
+from kda_cute.accuracy.regimes import make_problem
 from kda_cute.workspace import CHUNK, RecurrenceGrads, Workspace
 
 pytestmark = pytest.mark.gpu

@@ -2,14 +2,14 @@
 
 import math
 
-import accuracy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from regimes import make_problem
 
 from kda_cute import reference, varlen
+from kda_cute.accuracy import recurrence as accuracy
+from kda_cute.accuracy.regimes import make_problem
 from kda_cute.workspace import CHUNK
 
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")

@@ -7,13 +7,13 @@ dkr by exp(gT - gc). What those sum to for the inputs is compared as well, with 
 on both sides, so that only the kernel's errors count.
 """
 
-import math
-from typing import NamedTuple
-
 import torch
 
-from kda_cute import reference
-from kda_cute.workspace import RecurrenceGrads
+from .. import reference
+from ..workspace import RecurrenceGrads
+from .errors import Compared, failures, rel_error
+
+__all__ = ["TOLERANCES", "Compared", "compare", "failures", "rel_error"]
 
 # x 1e-3. "dv" and "dS0 bf16" hold the rounding of a bf16 output, 1.7e-3 of them.
 TOLERANCES = {
@@ -53,29 +53,6 @@ TOLERANCES = {
 
 # A reference this small beside the upstream gradients stands for 0: see `compare`.
 ZERO_FLOOR = 1e-12
-
-
-class Compared(NamedTuple):
-    """One tensor's relative error and the tolerance it is judged by; `ok` is False for NaN."""
-
-    error: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.tolerance
-
-
-def rel_error(x: torch.Tensor, ref: torch.Tensor, scale: torch.Tensor | float = 0.0) -> float:
-    """norm(x - ref) / max(norm(ref), scale) in float64; NaN if x is not finite, 0 for two zeros."""
-    x, ref = x.double(), ref.double()
-    if x.shape != ref.shape:
-        raise ValueError(f"shapes differ: {list(x.shape)} and {list(ref.shape)}")
-    if not torch.isfinite(x).all():
-        return math.nan
-    diff = torch.linalg.vector_norm(x - ref).item()
-    size = max(torch.linalg.vector_norm(ref).item(), float(scale))
-    return 0.0 if diff == 0 else diff / size if size > 0 else math.inf
 
 
 def compare(
@@ -124,8 +101,3 @@ def compare(
     dS0 = "dS0 bf16" if grads.dinitial_state.dtype == torch.bfloat16 else "dS0"
     errors[dS0] = rel_error(ours.dinitial_state, exact.dinitial_state, floor)
     return {n: Compared(e, TOLERANCES[precision][n] * 1e-3) for n, e in errors.items()}
-
-
-def failures(compared: dict[str, Compared]) -> dict[str, Compared]:
-    """The entries that miss their tolerance; a NaN always does."""
-    return {name: c for name, c in compared.items() if not c.ok}
