@@ -82,10 +82,12 @@ def scan_tiles(
     """Tiles of one chunk of 64 tokens, K = V = 128, for `groups` warpgroups of 64 columns v each.
 
     A warpgroup has its own stage of the tiles that are cut along V: stage s of the chunk is stage
-    groups * s + g of u or do, and what is staged for output has no more stages than that. The
-    producer is chunks ahead of the consumers, so every tile is live in every step.
+    groups * s + g of u or do, and of what is staged for output. With one warpgroup there is room to
+    stage a chunk while the one before is copied out. The producer is chunks ahead of the consumers,
+    so every tile is live in every step.
     """
-    stages = 2 if groups == 2 else 3
+    stages = 3 if groups == 1 and not (save or reverse) else 2
+    staged = 2  # in all: chunks times warpgroups
     dense = Dense()
     if reverse:
         columns, by_tokens, states = "do", ("dU",), ("dstates",)
@@ -97,9 +99,9 @@ def scan_tiles(
         Tile(columns, (64, 64), "bf16", wide, stages=stages * groups),  # [token, v]
         Tile("qk", (1, 64), "f32", dense, stages=stages),
         Tile("eg", (1, 128), "f32", dense, stages=stages),
-        *(Tile(name, (64, 64), "bf16", wide, stages=groups) for name in by_tokens),  # [token, v]
-        Tile("barriers", (1, 2 * stages + 2 * groups), "i64", dense),
-        *(Tile(name, (64, 128), "bf16", wide, stages=groups) for name in states),  # [v, K]
+        *(Tile(name, (64, 64), "bf16", wide, stages=staged) for name in by_tokens),  # [token, v]
+        Tile("barriers", (1, 2 * stages + 2 * staged), "i64", dense),
+        *(Tile(name, (64, 128), "bf16", wide, stages=staged) for name in states),  # [v, K]
     ]
 
 

@@ -43,7 +43,7 @@ class ConsumerRole(StateRole):
             gemm(by_tokens, U, state, w[None, None, None, s])
             gemm(by_tokens, o, state, qd[None, None, None, s])
             self.free_staging(bars, group, it)
-            self.stage("o", by_tokens, outputs, base, group, tid)
+            self.stage("o", by_tokens, outputs, base, group, it, tid)
             self.decay(S, base, s, tid)
             u = self.load_columns("u", by_tokens, base, s, group, tid)
             warpgroup.wait_group(1)
@@ -52,9 +52,9 @@ class ConsumerRole(StateRole):
             rounded_U.store(rounded_a(by_tokens, U, ROWS, C).load())
             gemm(by_keys, S, rounded_U, kr[None, None, None, s], accumulate=True)
             if const_expr(self.config.save):
-                self.stage("states", by_keys, state, base, group, tid)
-                self.stage("U", by_tokens, rounded_U, base, group, tid)
-            self.publish(bars, group)
+                self.stage("states", by_keys, state, base, group, it, tid)
+                self.stage("U", by_tokens, rounded_U, base, group, it, tid)
+            self.publish(bars, group, it)
             warpgroup.wait_group(1)
             # o^T += diag(qk) U^T + U^T mqk^T
             self.add_diagonal(o, U, base, s, tid)
@@ -68,7 +68,7 @@ class ConsumerRole(StateRole):
             self.store_state(m.final[walk.n, walk.h, None, None], S, walk, group, tid)
         if walk.chunks > 0:
             self.free_staging(bars, group, walk.chunks)
-            self.stage("o", by_tokens, outputs, base, group, tid)
+            self.stage("o", by_tokens, outputs, base, group, walk.chunks, tid)
             self.publish_last(m, walk, base, bars, group, tid)
 
     # ------------------------------------------------------------ staging
@@ -79,12 +79,12 @@ class ConsumerRole(StateRole):
             self.staging_barrier(group)
             self.copy_rows(m, walk, base, group, tid, walk.token + C * (walk.chunks - 1))
         else:
-            self.publish(bars, group)
+            self.publish(bars, group, walk.chunks)
 
     @cute.jit
     def copy_rows(self, m: Gmem, walk: Walk, base, group: Int32, tid: Int32, token: Int32):
         """The first `tail` rows of the staged o, 16 bytes at a time."""
-        tile = self.plan["o"].view(base, group)
+        tile = self.plan["o"].view(base, self.buffers.index(group, walk.chunks))
         pieces = ROWS // 8
         for i in cutlass.range(tid, walk.tail * pieces, GROUP, unroll=1):
             row, piece = i // pieces, i % pieces

@@ -58,9 +58,9 @@ class ReverseConsumerRole(StateRole):
             cute.make_tensor(minus.iterator, dU.layout).store((-dU.load()).to(BFloat16))
             gemm(by_keys, dS, minus, w[None, None, None, s], accumulate=True)
             self.free_staging(bars, group, it)
-            self.stage("dstates", by_keys, state, base, group, tid)
-            self.stage("dU", by_tokens, rounded(dU), base, group, tid)
-            self.publish(bars, group)
+            self.stage("dstates", by_keys, state, base, group, it, tid)
+            self.stage("dU", by_tokens, rounded(dU), base, group, it, tid)
+            self.publish(bars, group, it)
             warpgroup.wait_group(0)
             arrive(self.config, bars + Bar.EMPTY * self.stages + s)
         if const_expr(self.config.final):

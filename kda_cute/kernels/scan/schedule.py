@@ -78,19 +78,42 @@ class Registers(NamedTuple):
 
 
 class Bar(enum.IntEnum):
-    """Mbarriers: one a stage of the first two, one a consumer warpgroup of the others."""
+    """Mbarriers: one a stage of the first two, one a stage of what is staged of the others."""
 
     FULL = 0  # producer -> consumers: the tiles of a chunk
     EMPTY = 1  # consumers -> producer
     STAGED = 2  # consumers -> storer: the outputs of a chunk
     FREE = 3  # storer -> consumers
 
-    def of(self, bars, stages: int, groups: int):
-        """The first of them."""
-        return bars + (self * stages if self < 2 else 2 * stages + (self - 2) * groups)
+    def first(self, stages: int, buffers: int) -> int:
+        """Index of the first of them."""
+        return self * stages if self < 2 else 2 * stages + (self - 2) * buffers
 
 
 STAGING_BARRIER = 1  # named barriers of a consumer warpgroup: this one and the next, by group
+
+
+class Buffers:
+    """Where a consumer warpgroup stages a chunk's outputs, and the barriers of that place.
+
+    With `depth` 2 the copies out of one place run while the next chunk is staged in another.
+    """
+
+    def __init__(self, config, plan: Plan):
+        self.stages = plan["w"].stages
+        self.count = plan["dU" if config.reverse else "o"].stages
+        self.groups, self.depth = config.groups, self.count // config.groups
+
+    def index(self, group, it):
+        """Stage of the staged tiles for chunk `it` of the walk."""
+        return group + self.groups * (it % self.depth)
+
+    def parity(self, it):
+        """Of the phase that ends when chunk `it` is staged, or read."""
+        return it // self.depth & 1
+
+    def bar(self, bars, which: Bar, group, it):
+        return bars + which.first(self.stages, self.count) + self.index(group, it)
 
 
 class Gmem(NamedTuple):

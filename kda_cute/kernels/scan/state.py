@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32
 
 from ...device.sync import arrive
 from ...device.warpgroup import load_matrix, store_matrix
-from .schedule import GROUP, ROWS, STAGING_BARRIER, Bar, C, D
+from .schedule import GROUP, ROWS, STAGING_BARRIER, Bar, Buffers, C, D
 
 
 class StateRole:
@@ -18,6 +18,7 @@ class StateRole:
     def __init__(self, config, plan):
         self.config, self.plan = config, plan
         self.stages = plan["w"].stages
+        self.buffers = Buffers(config, plan)
 
     # ------------------------------------------------------------ global memory
     def state_elements(self, state, walk, group, tid):
@@ -73,22 +74,23 @@ class StateRole:
         cute.arch.barrier(barrier_id=STAGING_BARRIER + group, number_of_threads=GROUP)
 
     def free_staging(self, bars, group, it):
-        """Wait until what was staged for the chunk before has been read."""
-        free = Bar.FREE.of(bars, self.stages, self.config.groups) + group
-        cute.arch.mbarrier_wait(free, (it & 1) ^ 1)
+        """Wait until what was staged where chunk `it` goes has been read."""
+        free = self.buffers.bar(bars, Bar.FREE, group, it)
+        cute.arch.mbarrier_wait(free, self.buffers.parity(it) ^ 1)
 
-    def publish(self, bars, group):
-        """Tell the storer that the chunk is staged."""
+    def publish(self, bars, group, it):
+        """Tell the storer that chunk `it` is staged."""
         cute.arch.fence_view_async_shared()
-        arrive(self.config, Bar.STAGED.of(bars, self.stages, self.config.groups) + group)
+        arrive(self.config, self.buffers.bar(bars, Bar.STAGED, group, it))
 
-    def stage(self, name, tiled, values, base, group, tid):
+    def stage(self, name, tiled, values, base, group, it, tid):
         """bf16 registers of S^T [v, k], or of [v, token], to a tile [v, k] or [token, v]."""
         tile = self.plan[name]
         transposed = tile.shape == (C, ROWS)
         shape = tiled.partition_shape_C((ROWS, C if transposed else D))
         values = cute.make_tensor(values.iterator, cute.make_layout(shape))
-        store_matrix(tiled, tid, values, tile.view(base, group), transposed=transposed)
+        to = tile.view(base, self.buffers.index(group, it))
+        store_matrix(tiled, tid, values, to, transposed=transposed)
 
 
 def rounded(acc):

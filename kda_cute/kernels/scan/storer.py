@@ -10,7 +10,7 @@ from cutlass import const_expr
 
 from ...device import tma
 from ...device.sync import arrive
-from .schedule import ROWS, Bar, C, Copies, ReverseCopies, Walk
+from .schedule import ROWS, Bar, Buffers, C, Copies, ReverseCopies, Walk
 
 
 class _Storer:
@@ -18,31 +18,34 @@ class _Storer:
 
     def __init__(self, config, plan):
         self.config, self.plan = config, plan
-        self.stages = plan["w"].stages
+        self.buffers = Buffers(config, plan)
 
     @cute.jit
     def walk_chunks(self, walk: Walk, base, bars, copies, group):
         """Send what consumers stage for each chunk of the walk."""
-        staged = Bar.STAGED.of(bars, self.stages, self.config.groups) + group
-        free = Bar.FREE.of(bars, self.stages, self.config.groups) + group
+        pending = self.buffers.depth - 1  # chunks whose copies may still read
         for it in cutlass.range(walk.chunks, unroll=1):
-            cute.arch.mbarrier_wait(staged, it & 1)
+            self.wait(bars, group, it)
             self.send_chunk(walk, base, copies, group, it)
-            self.sent()
-            arrive(self.config, free)
-
-    def sent(self):
-        """Wait until the copies have read their tiles."""
-        cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+            if it >= pending:
+                arrive(self.config, self.buffers.bar(bars, Bar.FREE, group, it - pending))
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def send(self, name, copy, walk, base, group, chunk):
-        """A staged tile to the chunk's slot."""
+    def wait(self, bars, group, it):
+        """Until chunk `it` is staged."""
+        staged = self.buffers.bar(bars, Bar.STAGED, group, it)
+        cute.arch.mbarrier_wait(staged, self.buffers.parity(it))
+
+    def send(self, name, copy, walk, base, group, it, chunk):
+        """A tile staged for chunk `it` of the walk, to the slot of that chunk of the sequence."""
         tile = self.plan[name]
         block = walk.block + group
         at = (0, block) if tile.shape == (C, ROWS) else (block, 0)
         slot = copy.tensor[None, None, walk.h, walk.slot + chunk]
-        tma.store(copy, tile.view(base, group), cute.local_tile(slot, tile.shape, at))
+        staged = tile.view(base, self.buffers.index(group, it))
+        tma.store(copy, staged, cute.local_tile(slot, tile.shape, at))
 
 
 class StorerRole(_Storer):
@@ -53,25 +56,26 @@ class StorerRole(_Storer):
         self.walk_chunks(walk, base, bars, copies, group)
         # A last chunk that isn't full goes out by rows: what follows belongs to another sequence.
         if walk.chunks > 0 and walk.tail == C:
-            staged = Bar.STAGED.of(bars, self.stages, self.config.groups) + group
-            cute.arch.mbarrier_wait(staged, walk.chunks & 1)
-            self.send_outputs(walk, base, copies.o, group, walk.chunks - 1)
-            self.sent()
+            self.wait(bars, group, walk.chunks)
+            self.send_outputs(walk, base, copies.o, group, walk.chunks)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def send_chunk(self, walk: Walk, base, copies: Copies, group, it):
         if const_expr(self.config.save):
-            self.send("states", copies.states, walk, base, group, it)
-            self.send("U", copies.U, walk, base, group, it)
+            self.send("states", copies.states, walk, base, group, it, it)
+            self.send("U", copies.U, walk, base, group, it, it)
         if it > 0:
-            self.send_outputs(walk, base, copies.o, group, it - 1)
+            self.send_outputs(walk, base, copies.o, group, it)
 
-    def send_outputs(self, walk, base, copy, group, chunk):
+    def send_outputs(self, walk, base, copy, group, it):
+        """o staged for chunk `it`: that of the chunk before."""
         rows = cute.domain_offset(
-            (walk.token + C * chunk, 0), copy.tensor[None, None, walk.h, walk.batch]
+            (walk.token + C * (it - 1), 0), copy.tensor[None, None, walk.h, walk.batch]
         )
         block = cute.local_tile(rows, (C, ROWS), (0, walk.block + group))
-        tma.store(copy, self.plan["o"].view(base, group), block)
+        tma.store(copy, self.plan["o"].view(base, self.buffers.index(group, it)), block)
 
 
 class ReverseStorerRole(_Storer):
@@ -82,5 +86,6 @@ class ReverseStorerRole(_Storer):
         self.walk_chunks(walk, base, bars, copies, group)
 
     def send_chunk(self, walk, base, copies, group, it):
-        self.send("dstates", copies.dstates, walk, base, group, walk.backward(it))
-        self.send("dU", copies.dU, walk, base, group, walk.backward(it))
+        chunk = walk.backward(it)
+        self.send("dstates", copies.dstates, walk, base, group, it, chunk)
+        self.send("dU", copies.dU, walk, base, group, it, chunk)

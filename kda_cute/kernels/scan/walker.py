@@ -72,17 +72,17 @@ class Walker:
 
     def init_barriers(self, bars):
         warp = 32 if self.config.every_lane else 1  # arrivals of a warp
-        stages, groups = self.producer.stages, self.config.groups
+        stages, buffers = self.producer.stages, self.storer.buffers.count
         counts = {
             Bar.FULL: (stages, 1),
-            Bar.EMPTY: (stages, warp * WARPS * groups),
-            Bar.STAGED: (groups, warp * WARPS),
-            Bar.FREE: (groups, warp),
+            Bar.EMPTY: (stages, warp * WARPS * self.config.groups),
+            Bar.STAGED: (buffers, warp * WARPS),
+            Bar.FREE: (buffers, warp),
         }
         with cute.arch.elect_one():
             for bar, (number, count) in counts.items():
                 for i in range(number):
-                    cute.arch.mbarrier_init(bar.of(bars, stages, groups) + i, count)
+                    cute.arch.mbarrier_init(bars + bar.first(stages, buffers) + i, count)
 
     @cute.jit
     def find_sequence(self, cu_seqlens, extent: Extent):
