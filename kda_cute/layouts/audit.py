@@ -445,6 +445,13 @@ def scan_accesses(plan: Plan) -> list[Access]:
     return accesses
 
 
+def gradients_accesses(plan: Plan) -> list[Access]:
+    """What the 16 warps of gradients access in one chunk: see the module of that name."""
+    from . import gradients_accesses  # here: that module is made of this one's parts
+
+    return gradients_accesses.accesses(plan)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What the audit knows of a kernel: its accesses, and the tiles moved by TMA or bulk copies."""
@@ -465,6 +472,10 @@ KERNELS: dict[str, Kernel] = {
     "transition": Kernel(
         accesses=transition_accesses,
         copied=tuple("k q v kd qd kr INV mqk".split()),
+    ),
+    "gradients": Kernel(
+        accesses=gradients_accesses,
+        copied=tuple("g k q do S U dS dU INV raw".split()),
     ),
 }
 
