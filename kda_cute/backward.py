@@ -117,8 +117,11 @@ def run(
     initial_state: bool = True,
     transition: Callable | None = None,
     reverse_scan: Callable | None = None,
+    gradients: Callable | None = None,
 ) -> Gradients:
-    """The stages; `transition` and `reverse_scan` stand for the kernels that the problem asks for."""
+    """The stages; `transition`, `reverse_scan` and `gradients` stand for the kernels that the problem
+    asks for.
+    """
     B, T, H, D = p.q.shape
     packed = p.cu_seqlens is not None
     slots = slot_count(B * T, p.num_seqs, packed)
@@ -162,7 +165,7 @@ def run(
     if p.gate != "log":
         dA_parts = wide.new_empty(slots, H, dtype=torch.float32)
         ddt_parts = wide.new_empty(slots, H, D, dtype=torch.float32)
-    gradients = _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
+    gradients = gradients or _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
     gradients(
         p.q, p.k, do, p.g, p.beta, *forward.gate_parameters(p), cu,
         states, dstates, U, dU, INV,

@@ -98,10 +98,11 @@ def _value(option: str, text: str, kind: type) -> Any:
         if text.lower() not in words:
             raise ValueError(f"option={option!r}: expected true or false")
         return words[text.lower()]
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"option={option!r}: expected a value like {kind.__name__}") from None
+    if kind is int:
+        if not text.isdigit():
+            raise ValueError(f"option={option!r}: expected a whole number")
+        return int(text)
+    return text
 
 
 def rows(selection: Selection) -> list[Row]:

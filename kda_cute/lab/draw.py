@@ -135,7 +135,7 @@ def _draw_access(picture: Picture, access: Access, y: dict[int, float], bottom: 
         many = f"{lanes[0]}" if len(lanes) == 1 else f"{lanes[0]}+"
         picture.text(x + BANK_WIDTH / 2, top + 13, many, size=10, css="on", anchor="middle")
     actual, ideal = audit.wavefronts(access), audit.ideal_wavefronts(access)
-    words = f"{access.name}: {access.kind}, {actual} wavefronts of {ideal} without conflicts"
+    words = f"{access.name}: {access.kind}, wavefronts {actual}, without conflicts {ideal}"
     picture.text(16, bottom, words, bold=True)
     more = "outlined: words of one instruction, by lane; + where lanes share one"
     picture.text(16, bottom + 20, more, css="faint")
