@@ -40,7 +40,8 @@ PROBES = (
     "gradients:bf16/default",
     "gradients:bf16/padded",
 )
-SHAPE = Shape("probe", (1024,), 16)  # whole chunks only
+# Whole chunks only, and so many heads that a scan's CTA has both halves of v, as its default plan.
+SHAPE = Shape("probe", (1024,), 72)
 CHUNK = {"bwd_recurrence": 16}
 LONG_CHUNK = 64
 SOURCE = ("inst_executed", "memory_l1_wavefronts_shared", "memory_l1_wavefronts_shared_ideal")
@@ -322,18 +323,11 @@ def read(probe: str, folder: Path) -> Found:
     instructions = read_source(source.read_text())
     return Found(
         probe,
-        plan_of(selection, layout, precision),
+        selection.plan(layout, precision),
         SHAPE.H * SHAPE.T // chunk,
         instructions,
         read_totals(raw.read_text()),
     )
-
-
-def plan_of(selection: catalogue.Selection, layout: str, precision: str) -> Plan:
-    """The plan of the configuration that a probe launches: a scan with few heads has one warpgroup."""
-    if selection.family == "scan":
-        selection = selection._replace(options=selection.options | {"groups": 1})
-    return selection.plan(layout, precision)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -47,12 +47,13 @@ def compare(
     subjects: Sequence[Subject],
     *,
     repeats: int = 20,
-    timer: Callable[..., Mapping[str, Timing]] = interleaved,
+    timer: Callable[..., Mapping[str, Timing]] | None = None,
     progress: Callable[[str], Any] = lambda words: None,
 ) -> list[Row]:
     """Check every subject, then time those that passed, interleaved.  progress is called with what
-    begins.
+    begins; timer: `perf.timing.interleaved`, or one that is called like it.
     """
+    timer = timer or interleaved
     checked = []
     for subject in subjects:
         progress(f"checking {subject.layout}")
