@@ -20,14 +20,14 @@ import torch
 
 from . import compile as kernel_compile
 from . import forward
-from .factors import CHUNK, slot_count
+from .factors import slot_count
 from .forward import GATES, NAMES, load, low_words
 from .problem import Problem, addressable
 
 
 class Gradients(NamedTuple):
     """Of a Problem's first eight tensors, in their shapes and dtypes but for what is said here:
-    dA_log [H] and ddt_bias [H, 128] fp32, None for gate "log"; dinitial_state fp32 or None.
+    dA_log [H] and ddt_bias [H * 128] fp32, None for gate "log"; dinitial_state fp32 or None.
     """
 
     dq: torch.Tensor
@@ -87,7 +87,7 @@ def chunk_kda_bwd(
     problem: Problem,
     do: torch.Tensor | None,
     dfinal_state: torch.Tensor | None,
-    saved: tuple[torch.Tensor, torch.Tensor] | None,
+    saved: torch.Tensor | None,
     *,
     parameters: bool = True,
     initial_state: bool = True,
@@ -95,7 +95,7 @@ def chunk_kda_bwd(
     """Gradients of a call for do [B, T, H, 128] and the gradient of its final state, fp32 or bf16 in
     the problem's layout; None is 0.
 
-    saved: the states and U of the forward; None runs the forward again for them.  parameters,
+    saved: what the forward saved; None runs the forward again for them.  parameters,
     initial_state: whether those gradients are wanted.  Launches on torch's current stream; no host
     synchronisation.
     """
@@ -111,7 +111,7 @@ def run(
     p: Problem,
     do: torch.Tensor | None,
     dfinal: torch.Tensor | None,
-    saved: tuple[torch.Tensor, torch.Tensor] | None,
+    saved: torch.Tensor | None,
     *,
     parameters: bool = True,
     initial_state: bool = True,
@@ -126,54 +126,49 @@ def run(
     packed = p.cu_seqlens is not None
     slots = slot_count(B * T, p.num_seqs, packed)
     initial_state = initial_state and p.initial_state is not None
-    wide = p.q.new_empty(0)
-
-    dq, dk, dv = (wide.new_empty(B, T, H, D) for _ in range(3))
-    dg = wide.new_empty(p.g.shape, dtype=p.g.dtype)
-    dbeta = wide.new_empty(p.beta.shape, dtype=p.beta.dtype)
-    dinitial = wide.new_empty(p.state_shape(), dtype=torch.float32) if initial_state else None
+    dq, dk, dv = (p.q.new_empty(p.q.shape) for _ in range(3))
+    dg, dbeta = p.g.new_empty(p.g.shape), p.beta.new_empty(p.beta.shape)
+    dinitial = p.q.new_empty(p.state_shape(), dtype=torch.float32) if initial_state else None
     with_parameters = parameters and p.gate != "log"
     if dq.numel() == 0 or slots == 0:
         if dinitial is not None:
             dinitial.zero_() if dfinal is None else dinitial.copy_(dfinal)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=p.q.device)
-        parts = (zeros(H), zeros(H, D)) if with_parameters else (None, None)
+        parts = (zeros(H), zeros(H * D)) if with_parameters else (None, None)
         return Gradients(dq, dk, dv, dg, dbeta, *parts, dinitial)
 
     if saved is None:
-        saved = forward.run(p._replace(save_states=True, output_final_state=False))[2:]
-    states, U = saved
+        saved = forward.run(p._replace(save_states=True, output_final_state=False)).saved
     do = upstream(do, p)
     cu = low_words(p.cu_seqlens)
     factors = forward.make_factors(p, slots, backward=True, kernel=transition)
 
-    dstates = wide.new_empty(slots, H, D, D)
-    dU = wide.new_empty(slots, H, CHUNK, D)
+    dchunk = dq.new_empty(saved.shape)
     reverse_scan = reverse_scan or _reverse_scan(
         forward.groups(p), packed, None if dfinal is None else dfinal.dtype, dinitial is not None
     )
     v_first = p.state_v_first
-    w, kr, qd, INV, mqk, qk, eg = factors
     reverse_scan(
-        w, kr, qd, mqk, qk, eg, do,
+        factors, do,
         dfinal if dfinal is None or v_first else dfinal.mT,
-        cu, dstates, dU,
+        cu, dchunk,
         dinitial if dinitial is None or v_first else dinitial.mT,
     )  # fmt: skip
 
-    dA_parts = ddt_parts = None
+    parts = None
     if p.gate != "log":
-        dA_parts = wide.new_empty(slots, H, dtype=torch.float32)
-        ddt_parts = wide.new_empty(slots, H, D, dtype=torch.float32)
+        parts = dq.new_empty((slots, H * (D + 1)), dtype=torch.float32)
     gradients = gradients or _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
     gradients(
         p.q, p.k, do, p.g, p.beta, *forward.gate_parameters(p), cu,
-        states, dstates, U, dU, INV,
-        dq, dk, dv, dg, dbeta, dA_parts, ddt_parts,
+        saved, dchunk, factors,
+        dq, dk, dv, dg, dbeta, parts,
         p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip
-    sums = (dA_parts.sum(0), ddt_parts.sum(0)) if with_parameters else (None, None)
-    return Gradients(dq, dk, dv, dg, dbeta, *sums, dinitial)
+    dA_log = ddt_bias = None
+    if with_parameters:
+        ddt_bias, dA_log = parts.sum(0).split((H * D, H))
+    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
 def upstream(do: torch.Tensor | None, p: Problem) -> torch.Tensor:

@@ -116,13 +116,12 @@ def chunk_kda(
     Raises TypeError (types, dtypes) or ValueError (shapes, devices, values, what isn't served)
     whose message starts with the argument's name, before any launch.
     """
-    for name, value in (
-        ("return_intermediate_states", return_intermediate_states or None),
-        ("cp_context", cp_context),
-        ("max_num_seqs", max_num_seqs),
-    ):
-        if value is not None:
-            raise ValueError(f"{name}={value!r} is not served by kda_cute.chunk_kda")
+    if return_intermediate_states or cp_context is not None or max_num_seqs is not None:
+        _refuse(
+            return_intermediate_states=return_intermediate_states or None,
+            cp_context=cp_context,
+            max_num_seqs=max_num_seqs,
+        )
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size={chunk_size!r} is not one of {CHUNK_SIZES}")
     if disable_recompute and not save_states:
@@ -179,8 +178,14 @@ def chunk_kda(
     return autograd.chunk_kda(problem, backend)
 
 
+def _refuse(**unserved):
+    for name, value in unserved.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is not served by kda_cute.chunk_kda")
+
+
 def _gate(use_gate, safe_gate, lower_bound, A_log, dt_bias, H, device):
-    """(kind of gates.GATES, A_log [H] or None, dt_bias [H, 128] or None)."""
+    """(kind of gates.GATES, A_log or None, dt_bias or None)."""
     if not use_gate:
         return "log", None, None
     if lower_bound is not None:
@@ -196,7 +201,6 @@ def _gate(use_gate, safe_gate, lower_bound, A_log, dt_bias, H, device):
         by_head = isinstance(dt_bias, torch.Tensor) and dt_bias.ndim == 2
         expected = (H, HEAD_DIM) if by_head else (H * HEAD_DIM,)
         _tensor("dt_bias", dt_bias, expected, _BF16_OR_FP32, device)
-        dt_bias = dt_bias.reshape(H, HEAD_DIM)
     return "softplus" if lower_bound is None else "safe", A_log, dt_bias
 
 
@@ -270,7 +274,7 @@ def _supported(q, backend) -> torch.device:
     way_out = "backend='reference' runs anywhere, slowly"
     if device.type != "cuda":
         raise ValueError(f"q is on {device}; the kernels run on Hopper GPUs. {way_out}")
-    if torch.compiler.is_compiling() or is_fake(q):
+    if torch.compiler.is_compiling() or (not autograd.plain(q) and is_fake(q)):
         return device
     found = _capability(device.index)
     if found != (9, 0):

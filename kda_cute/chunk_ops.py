@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from . import reference
-from .factors import CHUNK, HEAD_DIM, slot_count
+from .factors import HEAD_DIM, record_rows, slot_count
 from .ops import library
 from .problem import Problem
 
@@ -25,7 +25,7 @@ _PROBLEM = (
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 library.define(f"chunk_kda_fwd({_PROBLEM}) -> Tensor[]", tags=_TAGS)
 library.define(
-    f"chunk_kda_bwd(Tensor? do, Tensor? dfinal_state, Tensor? states, Tensor? U, bool[] wanted, {_PROBLEM})"
+    f"chunk_kda_bwd(Tensor? do, Tensor? dfinal_state, Tensor? saved, bool[] wanted, {_PROBLEM})"
     " -> Tensor[]",
     tags=_TAGS,
 )
@@ -37,22 +37,20 @@ _PLAIN_DISPATCH = (
 )
 
 
-def saved_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the saved states and of U, one per chunk slot of factors.py."""
+def saved_shape(p: Problem) -> tuple[int, ...]:
+    """Shape of what is saved: a record of each chunk and head, with its state and U (factors.py)."""
     B, T, H, _ = p.q.shape
     slots = slot_count(B * T, p.num_seqs, p.cu_seqlens is not None)
-    return (slots, H, HEAD_DIM, HEAD_DIM), (slots, H, CHUNK, HEAD_DIM)
+    return slots, H, record_rows("chunk"), HEAD_DIM
 
 
 def _outputs(p: Problem, backend: str) -> list[torch.Tensor]:
-    """Uninitialised o, then the final state, and the chunks' states and U, where they were asked
-    for.
-    """
+    """Uninitialised o, then the final state, and what is saved, where they were asked for."""
     out = [p.v.new_empty(p.v.shape)]
     if p.output_final_state:
         out.append(p.v.new_empty(p.state_shape(), dtype=torch.float32))
     if p.save_states and backend == "kernels":
-        out += [p.v.new_empty(shape, dtype=torch.bfloat16) for shape in saved_shapes(p)]
+        out.append(p.v.new_empty(saved_shape(p), dtype=torch.bfloat16))
     return out
 
 
@@ -66,7 +64,12 @@ def _forward(*arguments) -> list[torch.Tensor]:
             for to, value in zip(out, reference.chunk_kda(p), strict=False):
                 to.copy_(value)
         return out
-    return [x for x in _kernels()(p) if x is not None]
+    return [x for x in kernels_forward(p) if x is not None]
+
+
+def kernels_forward(p: Problem) -> tuple[torch.Tensor | None, ...]:
+    """What `forward.chunk_kda_fwd` returns."""
+    return _kernels()(p)
 
 
 @functools.cache
@@ -81,22 +84,10 @@ def _forward_fake(*arguments) -> list[torch.Tensor]:
 
 
 # ---------------------------------------------------------------- backward
-def _backward(do, dfinal_state, states, U, wanted, *arguments) -> list[torch.Tensor]:
+def _backward(do, dfinal_state, saved, wanted, *arguments) -> list[torch.Tensor]:
     p, backend = Problem(*arguments[:-1]), arguments[-1]
     if backend == "kernels":
-        grads = _backward_kernels()(
-            p,
-            do,
-            dfinal_state,
-            None if states is None else (states, U),
-            parameters=any(wanted[5:7]),
-            initial_state=wanted[7],
-        )
-        return [
-            dx.to(x.dtype)
-            for x, dx, want in zip(p[:DIFFERENTIABLE], grads, wanted, strict=True)
-            if want
-        ]
+        return kernels_backward(do, dfinal_state, saved, wanted, p)
     _not_captured(p, "the backward of backend='reference'")
     leaves = [
         x if x is None else x.detach().requires_grad_(want)
@@ -109,6 +100,17 @@ def _backward(do, dfinal_state, states, U, wanted, *arguments) -> list[torch.Ten
             raise RuntimeError("chunk_kda: the backward needs autograd, which is off here")
         results = reference.chunk_kda(Problem(*leaves, *p[DIFFERENTIABLE:]))
         return _gradients(results, (do, dfinal_state), targets)
+
+
+def kernels_backward(do, dfinal_state, saved, wanted, p: Problem) -> list[torch.Tensor]:
+    """The wanted gradients, in the dtypes of the inputs."""
+    flags = {"parameters": wanted[5] or wanted[6], "initial_state": wanted[7]}
+    grads = _backward_kernels()(p, do, dfinal_state, saved, **flags)
+    return [
+        dx if dx.dtype == x.dtype and dx.shape == x.shape else dx.to(x.dtype).view(x.shape)
+        for x, dx, want in zip(p, grads, wanted, strict=False)
+        if want
+    ]
 
 
 @functools.cache
@@ -133,7 +135,7 @@ def _gradients(results, upstream, targets) -> list[torch.Tensor]:
     return [x.contiguous() for x in grads]
 
 
-def _backward_fake(do, dfinal_state, states, U, wanted, *arguments) -> list[torch.Tensor]:
+def _backward_fake(do, dfinal_state, saved, wanted, *arguments) -> list[torch.Tensor]:
     tensors = zip(arguments[:DIFFERENTIABLE], wanted, strict=True)
     return [x.new_empty(x.shape) for x, want in tensors if want]
 

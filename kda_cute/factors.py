@@ -11,8 +11,11 @@ and then, S the state on entering the chunk,
 
     U = u - w S        o = qd S + mqk U + diag(qk) U        S' = exp(gT) S + kr^T U
 
-The backward pass takes INV in place of u (`BackwardFactors`).  A forward whose gradients are wanted and
+The backward pass takes INV in place of u.  A forward whose gradients are wanted and
 whose b is given, not made by a sigmoid, takes LEAST_B for a b of 0: U / b is needed there.
+
+The tensors of one chunk and head lie together, in a record of rows of 128 bf16 (`RECORDS`), and the
+records of a call in one tensor [slots, H, rows, 128]: one allocation, one argument of a kernel.
 
 A sequence owns ceil(len / 64) consecutive slots, the first one number cu_seqlens[n] // 64 + n
 (`first_slot`): slots of different sequences never meet, whatever the lengths, and nobody has to sum
@@ -20,13 +23,62 @@ up the sequences before. Dense batches number theirs without gaps. Slots that no
 never written nor read.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
 CHUNK = 64
 HEAD_DIM = 128
+ROW_BYTES = 2 * HEAD_DIM  # of a record
 LEAST_B = 2.0**-60
+
+
+class Part(NamedTuple):
+    """One tensor of a record: its first row, its shape per chunk and head, and its dtype."""
+
+    row: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def rows(self) -> int:
+        """Rows of 128 bf16 that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize // ROW_BYTES
+
+
+def _record(**parts: tuple) -> dict[str, Part]:
+    """Name -> part, one after another."""
+    row, found = 0, {}
+    for name, described in parts.items():
+        found[name] = Part(row, *described)
+        row += found[name].rows
+    return found
+
+
+_WIDE, _SQUARE = ((CHUNK, HEAD_DIM),), ((CHUNK, CHUNK),)
+_LINES = {"qk": ((CHUNK,), torch.float32), "eg": ((HEAD_DIM,), torch.float32)}
+_KEYS = dict.fromkeys(("w", "kr", "qd"), _WIDE)
+RECORDS = {
+    "factors": _record(**_KEYS, u=_WIDE, mqk=_SQUARE, **_LINES),
+    "backward factors": _record(**_KEYS, INV=_SQUARE, mqk=_SQUARE, **_LINES),
+    # The state on entering a chunk and U, or their gradients: that of the state on leaving it.
+    "chunk": _record(S=((HEAD_DIM, HEAD_DIM),), U=_WIDE),
+}
+
+
+def record_rows(kind: str) -> int:
+    """Rows of a record."""
+    return sum(part.rows for part in RECORDS[kind].values())
+
+
+def views(kind: str, records: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors [slots, H, ...] inside the records [slots, H, rows, 128] of a kind."""
+    found = {}
+    for name, part in RECORDS[kind].items():
+        rows = records[:, :, part.row : part.row + part.rows].view(part.dtype)
+        found[name] = rows.view(*records.shape[:2], *part.shape)
+    return found
 
 
 class Factors(NamedTuple):
@@ -42,18 +94,6 @@ class Factors(NamedTuple):
     kr: torch.Tensor
     qd: torch.Tensor
     u: torch.Tensor
-    mqk: torch.Tensor
-    qk: torch.Tensor
-    eg: torch.Tensor
-
-
-class BackwardFactors(NamedTuple):
-    """What the transition leaves for the backward pass: INV [slots, H, 64, 64] bf16 in place of u."""
-
-    w: torch.Tensor
-    kr: torch.Tensor
-    qd: torch.Tensor
-    INV: torch.Tensor
     mqk: torch.Tensor
     qk: torch.Tensor
     eg: torch.Tensor

@@ -18,11 +18,13 @@ from typing import NamedTuple
 import torch
 
 from . import compile as kernel_compile
-from .factors import CHUNK, HEAD_DIM, LEAST_B, BackwardFactors, Factors, slot_count
+from .factors import HEAD_DIM, LEAST_B, record_rows, slot_count
 from .problem import Problem
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", None: "none"}
 GATES = ("log", "safe", "softplus")
+FORWARD_ROWS, BACKWARD_ROWS = record_rows("factors"), record_rows("backward factors")
+CHUNK_ROWS = record_rows("chunk")
 
 
 # ---------------------------------------------------------------- kernels
@@ -101,14 +103,12 @@ class Results(NamedTuple):
 
     o            [B, T, H, 128] bf16
     final_state  [N, H, 128, 128] fp32 in the problem's layout, or None
-    states       [slots, H, 128 (V), 128 (K)] bf16 on entering each chunk, or None, see `factors`
-    U            [slots, H, 64, 128 (V)] bf16, or None
+    saved        [slots, H, 192, 128] bf16, or None: records of kind "chunk", see `factors`
     """
 
     o: torch.Tensor
     final_state: torch.Tensor | None
-    states: torch.Tensor | None
-    U: torch.Tensor | None
+    saved: torch.Tensor | None
 
 
 def chunk_kda_fwd(problem: Problem) -> Results:
@@ -132,13 +132,11 @@ def run(p: Problem, transition: Callable | None = None, scan: Callable | None = 
     if p.output_final_state:
         final = o.new_empty(p.state_shape(), dtype=torch.float32)
     slots = slot_count(B * T, N, p.cu_seqlens is not None)
-    states = U = None
-    if p.save_states:
-        states, U = o.new_empty(slots, H, D, D), o.new_empty(slots, H, CHUNK, D)
+    saved = o.new_empty((slots, H, CHUNK_ROWS, D)) if p.save_states else None
     if o.numel() == 0 or slots == 0:
         if final is not None:
             final.zero_() if p.initial_state is None else final.copy_(p.initial_state)
-        return Results(o, final, states, U)
+        return Results(o, final, saved)
 
     factors = make_factors(p, slots, kernel=transition)
     initial, v_first = p.initial_state, p.state_v_first
@@ -147,41 +145,35 @@ def run(p: Problem, transition: Callable | None = None, scan: Callable | None = 
         p.cu_seqlens is not None,
         None if initial is None else initial.dtype,
         final is not None,
-        states is not None,
+        saved is not None,
     )
     scan(
-        *factors,
+        factors,
         initial if initial is None or v_first else initial.mT,
         low_words(p.cu_seqlens),
         o,
-        states,
-        U,
+        saved,
         final if final is None or v_first else final.mT,
     )
-    return Results(o, final, states, U)
+    return Results(o, final, saved)
 
 
 def make_factors(
     p: Problem, slots: int, backward: bool = False, kernel: Callable | None = None
-) -> Factors | BackwardFactors:
-    """The factors of every chunk, by the transition kernel."""
-    q, H = p.q, p.q.shape[2]
-    wide, square = (slots, H, CHUNK, HEAD_DIM), (slots, H, CHUNK, CHUNK)
-    fourth = square if backward else wide  # INV or u
-    factors = (
-        *(q.new_empty(shape) for shape in (wide, wide, wide, fourth, square)),
-        q.new_empty(slots, H, CHUNK, dtype=torch.float32),
-        q.new_empty(slots, H, HEAD_DIM, dtype=torch.float32),
-    )
+) -> torch.Tensor:
+    """The records of factors of every chunk [slots, H, rows, 128], by the transition kernel."""
+    q = p.q
+    rows = BACKWARD_ROWS if backward else FORWARD_ROWS
+    factors = q.new_empty((slots, q.shape[2], rows, HEAD_DIM))
     packed = p.cu_seqlens is not None
     least_b = 0.0 if backward or p.beta_sigmoid or not p.save_states else LEAST_B
     kernel = kernel or _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
         q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),
-        low_words(p.cu_seqlens), *factors,
+        low_words(p.cu_seqlens), factors,
         p.scale, p.lower_bound, p.beta_scale, least_b, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip
-    return (BackwardFactors if backward else Factors)(*factors)
+    return factors
 
 
 def groups(p: Problem) -> int:

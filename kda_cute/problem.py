@@ -17,7 +17,8 @@ class Problem(NamedTuple):
     q, k, v        [B, T, H, 128] bf16, any strides
     g              [B, T, H, 128] bf16 or fp32, any strides: log-space decay, or raw for the gate
     beta           [B, T, H] bf16 or fp32, any strides: b itself, or logits with `beta_sigmoid`
-    A_log          [H] or None for 0; dt_bias [H, 128] or None for 0; both None for gate "log"
+    A_log          [H] or None for 0; dt_bias [H * 128] or [H, 128] or None for 0; both None for
+                   gate "log"
     initial_state  [N, H, K, V], or [N, H, V, K] with `state_v_first`; bf16 or fp32; None for 0
     cu_seqlens     [N + 1] int32 or int64, contiguous, on q's device; None for N = B equal ones
     scale          multiplies q
@@ -61,18 +62,25 @@ class Problem(NamedTuple):
 
     def for_kernels(self) -> "Problem":
         """The same problem as the kernels take it: q, k, v, g are tensors that TMA can address (see
-        `addressable`; one copy of each that is not), A_log and dt_bias contiguous fp32,
+        `addressable`; one copy of each that is not), A_log [H] and dt_bias [H, 128] contiguous fp32,
         initial_state contiguous and 16-byte aligned.  beta and cu_seqlens stay as they are.
         """
-        q, k, v, g = (x if addressable(x) else _compact(x) for x in self[:4])
-        A_log, dt_bias = (
-            x if x is None or (x.dtype == torch.float32 and x.is_contiguous()) else _parameter(x)
-            for x in (self.A_log, self.dt_bias)
-        )
+        changed = {}
+        for name, x in zip(self._fields[:4], self[:4], strict=True):
+            if not addressable(x):
+                changed[name] = _compact(x)
         state = self.initial_state
         if state is not None and not (state.is_contiguous() and state.data_ptr() % 16 == 0):
-            state = _compact(state)
-        return self._replace(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias, initial_state=state)
+            changed["initial_state"] = _compact(state)
+        shapes = {"A_log": self.q.shape[2:3], "dt_bias": self.q.shape[2:]}
+        for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            if x is None:
+                continue
+            if x.dtype != torch.float32 or not x.is_contiguous():
+                changed[name] = x = x.to(torch.float32).contiguous()
+            if x.shape != shapes[name]:
+                changed[name] = x.view(shapes[name])
+        return self._replace(**changed) if changed else self
 
 
 def addressable(x: torch.Tensor) -> bool:
@@ -93,7 +101,3 @@ def addressable(x: torch.Tensor) -> bool:
 def _compact(x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy; also of a contiguous x, which may start at any address."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _parameter(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32).contiguous()

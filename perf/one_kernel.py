@@ -150,7 +150,7 @@ class Stage:
         self.heads = some_heads(shape.H)
         self.problem = problem(self.inputs, save=selection.options.get("save", True))
         self.expected: Mapping[str, torch.Tensor] | None = None
-        self.saved: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.saved: torch.Tensor | None = None
 
     def subjects(
         self,
@@ -199,7 +199,7 @@ class Stage:
         if self.op == "chunk_kda_fwd":
             return {"o": forward.run(p, **{self.name: kernel}).o.flatten(0, 1)}
         if self.saved is None:
-            self.saved = forward.run(p)[2:]
+            self.saved = forward.run(p).saved
         do = self.inputs.do.view(p.v.shape)
         grads = backward.run(p, do, None, self.saved, **{self.name: kernel})
         return {f"d{name}": getattr(grads, f"d{name}").flatten(0, 1) for name in forms.LEAVES}

@@ -97,12 +97,12 @@ def run_chunk_kda(every_lane: bool) -> int:
         )
         scans = [load_scan(spec.config, every_lane) for spec in specs]
         transitions = [load_transition(form, every_lane) for form in (False, True)]
-        o, final, states, U = forward.run(problem, transitions[0], scans[0])
+        o, final, saved = forward.run(problem, transitions[0], scans[0])
         grads = backward.run(
             problem,
             do.to(DEVICE),
             dfinal.to(DEVICE),
-            (states, U),
+            saved,
             transition=transitions[1],
             reverse_scan=scans[1],
         )

@@ -3,11 +3,13 @@
 `oracle` reads a call's public arguments on its own, without the package's validation.
 """
 
+import functools
 import math
 
 import torch
 from regimes import Problem, make_problem
 
+import kda_cute
 from kda_cute import gates, reference
 
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -15,6 +17,8 @@ TOKENS = LEAVES[:5]
 FORMS = ("A", "B", "C")
 RESULTS = ("o", "final state")
 F64 = torch.float64
+DEVICE = "cuda"
+THREE = (37, 64, 127)  # cu_seqlens 0, 37, 101, 228
 GONE = 1e-30  # norm of what has decayed out of fp32's range: only 0 is near it
 
 
@@ -60,19 +64,27 @@ def as_call(p: Problem, form: str = "B", v_first: bool = True) -> dict:
     )
 
 
+call_on_gpu = functools.partial(make_call, device=DEVICE)
+
+
 def log_gate_call(g: torch.Tensor, **shape) -> dict:
-    """Form A with the gate g [T, H, 128] or something that broadcasts to it."""
-    call = make_call("typical+states", "A", **shape)
+    """Form A on the GPU with the gate g [T, H, 128] or something that broadcasts to it."""
+    call = call_on_gpu("typical+states", "A", **shape)
     g = g.to(call["g"].device, torch.float32)
     return call | dict(g=g.expand(call["g"].shape[1:])[None])
 
 
 def raw_gate_call(raw: torch.Tensor, lower_bound: float | None = -5.0, **shape) -> dict:
-    """Form B with A_log = dt_bias = 0 and the raw gate given."""
-    call = make_call("typical+states", "B", **shape)
+    """Form B on the GPU with A_log = dt_bias = 0 and the raw gate given."""
+    call = call_on_gpu("typical+states", "B", **shape)
     zeros = {name: torch.zeros_like(call[name]) for name in ("A_log", "dt_bias")}
     raw = raw.to(call["g"].device, torch.bfloat16).expand(call["g"].shape[1:])[None]
     return call | zeros | dict(g=raw, lower_bound=lower_bound)
+
+
+def run(call: dict):
+    """(o, final state) by what the call asks for: the kernels, unless told otherwise."""
+    return kda_cute.chunk_kda(**call)
 
 
 def batch(calls: list[dict]) -> dict:
@@ -197,9 +209,16 @@ def integers(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
 
+def by_name(x) -> dict:
+    """{name: tensor} of gradients by name, a NamedTuple, or a result (o, final state)."""
+    if isinstance(x, dict):
+        return x
+    return x._asdict() if hasattr(x, "_asdict") else dict(zip(RESULTS, x, strict=True))
+
+
 def assert_same_bits(a, b, what=""):
-    """Of two results (o, final state), or of gradients by name."""
-    a, b = (x if isinstance(x, dict) else dict(zip(RESULTS, x, strict=True)) for x in (a, b))
+    """Of two of what `by_name` takes."""
+    a, b = by_name(a), by_name(b)
     assert list(a) == list(b), what
     for name, x in a.items():
         y = b[name]
@@ -224,13 +243,34 @@ def written_into(static: dict, source: dict):
 
 def poison(value=math.nan, like=()):
     """Leave blocks of many sizes, and of the sizes of `like`, full of value with the GPU's
-    allocator.
+    allocator. NaN is one in fp32 and in each bf16 half.
     """
     sizes = [1 << n for n in range(9, 31, 1)] + [3 << n for n in range(9, 28)]
     sizes += [x.numel() * x.element_size() for x in like if x is not None] * 2
-    blocks = [torch.full((-(-n // 4),), value, device="cuda") for n in sizes if n]
+    fill = functools.partial(torch.full, device=DEVICE)
+    value, dtype = (0x7FFF7FFF, torch.int32) if math.isnan(value) else (value, torch.float32)
+    blocks = [fill((-(-n // 4),), value, dtype=dtype) for n in sizes if n]
     torch.cuda.synchronize()
     del blocks
+
+
+def captured(function):
+    """(graph of function(), what it returned), after a warm-up."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def widened(x: torch.Tensor, rows: int, dim: int = 1) -> torch.Tensor:
+    """x with more tokens, of NaN, in dimension dim."""
+    shape = list(x.shape)
+    shape[dim] += rows
+    larger = x.new_full(shape, math.nan)
+    larger.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return larger
 
 
 def strided_versions(call: dict) -> dict:

@@ -11,28 +11,34 @@ import math
 import statistics
 import threading
 
-import chunk_calls
 import pytest
 import torch
 from accuracy import rel_error
 from chunk_calls import (
+    DEVICE,
     FORMS,
     GONE,
     LEAVES,
+    THREE,
     TOKENS,
     assert_same_bits,
     batch,
     bounds,
+    call_on_gpu,
+    captured,
     clones,
     exact_gradients,
     gradients,
     integers,
-    make_call,
+    log_gate_call,
     oracle,
     poison,
+    raw_gate_call,
+    run,
     sequence,
     strided_versions,
     upstream,
+    widened,
     with_leaves,
     written_into,
 )
@@ -46,8 +52,6 @@ from kda_cute import compile as kernel_cache
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-THREE = (37, 64, 127)  # cu_seqlens 0, 37, 101, 228
 BASES = (
     "typical",
     "weak",
@@ -70,7 +74,6 @@ BASES = (
     "ub_mixed",
 )
 REGIMES = [base + states for base in BASES for states in ("", "+states")]
-REGIMES.remove("weak+repk+beta1+states")  # the table of tolerances has none for it
 
 # x 1e-3, of LEAVES in order. Those of the parameters are not judged where keys repeat.
 TOLERANCES = {
@@ -79,20 +82,13 @@ TOLERANCES = {
     "similar keys": (20, 12, 20, 20, 23, 95, 20, 7),
     "repeated keys": (120, 16, 120, 120, 120, math.inf, math.inf, 7),
     "unbounded": (6, 6, 6, 8, 6, 20, 10, 6),
-    # dot products that cancel, not averaged over many tokens
-    "few tokens": (20, 20, 20, 20, 40, 40, 20, 20),
+    # as bounded; of at most 16 tokens, dbeta's dot products that cancel are not averaged
+    "few tokens": (8, 9, 10, 10, 25, 20, 10, 8),
     # keys that repeat over long sequences or with b near 2, which no table was measured for
     "degenerate": (120, 120, 120, 120, 120, math.inf, math.inf, 120),
 }
-# Of dbeta where the gradient of a final state reaches the last tokens alone: their dot products, which
-# may cancel, carry most of its norm.
-BETA_OF_LAST_TOKENS = 25e-3
 ONE_SEQUENCE = 2.0  # times the tolerance, for a sequence and for its last rows
 SHARE = 0.1  # rows smaller than this part of an average row's norm are judged as if they had it
-
-call_on_gpu = functools.partial(make_call, device=DEVICE)
-log_gate_call = functools.partial(chunk_calls.log_gate_call, device=DEVICE)
-raw_gate_call = functools.partial(chunk_calls.raw_gate_call, device=DEVICE)
 
 
 # ---------------------------------------------------------------- helpers
@@ -113,20 +109,20 @@ def tolerances(regime: str) -> dict[str, float]:
     return {n: 1e-3 * t for n, t in zip(LEAVES, TOLERANCES[kind], strict=True)}
 
 
-def run(call: dict):
-    return kda_cute.chunk_kda(**call)
+def regime_of(tokens: int) -> str:
+    """Typical inputs, of so many tokens together or in each row of a batch."""
+    return "typical" if tokens > 16 else "few tokens"
 
 
 backward = functools.partial(gradients, run)  # (call, do, dht, wanted) -> {name: gradient}
 
 
 def upstream_of(regime: str, call: dict, seed: int = 1):
-    """(do, dht) as the regime has them: dht is None without states, and as tiny as do."""
+    """(do, dht) as the regime has them: dht is None without states."""
     do, dht = upstream(call, seed)
     names = regime.split("+")
-    tiny = 1e-6 if "tiny" in names else 1.0
-    factor = tiny * (1e3 if "big" in names else 1.0)
-    return (factor * do.float()).bfloat16(), tiny * dht if "states" in names else None
+    factor = (1e3 if "big" in names else 1.0) * (1e-6 if "tiny" in names else 1.0)
+    return (factor * do.float()).bfloat16(), dht if "states" in names else None
 
 
 def norms_by_sequence(x: torch.Tensor, at: list[int], last: int | None = None) -> torch.Tensor:
@@ -150,20 +146,19 @@ def errors_by_sequence(x, ref, at, last=None) -> torch.Tensor:
 
 
 def check(
-    call, regime="typical", ups=None, got=None, gate_floor=0.0, floor=GONE, last=False, single=False
+    call, regime="typical", ups=None, got=None, gate_floor=0.0, floor=GONE, each=True
 ) -> dict:
     """Assert that the gradients are within the regime's tolerances; returns their errors.
 
-    last: see BETA_OF_LAST_TOKENS. single: of sequences so short that one alone says nothing.  floor: norm below which a gradient stands for 0. gate_floor: the same for those that pass
-    through the gate's derivative, which may vanish while all else is large.
+    floor: norm below which a gradient stands for 0. gate_floor: the same for those that pass
+    through the gate's derivative, which may vanish while all else is large. each: judge every
+    sequence on its own, else the median of their errors.
     """
     ups = upstream(call) if ups is None else ups
     got = backward(call, *ups) if got is None else got
     ref, terms = exact_gradients(call, *ups)
     assert list(got) == list(ref)
     tolerance, errors = tolerances(regime), {}
-    if last:
-        tolerance["beta"] = max(tolerance["beta"], BETA_OF_LAST_TOKENS)
     for name, x in got.items():
         assert x.dtype == call[name].dtype and x.shape == call[name].shape, name
         of_gate = gate_floor if name in ("g", "A_log", "dt_bias") else 0.0
@@ -171,13 +166,16 @@ def check(
     misses = {n: e for n, e in errors.items() if not e <= tolerance[n]}
     assert not misses, f"{misses} of {errors}"
     at = bounds(call)
-    if len(at) < 2 or at[-1] == 0 or single:
+    if len(at) < 2 or at[-1] == 0:
         return errors
     for name in TOKENS:
         if name == "g" and gate_floor or floor > GONE:
             continue  # what is left is rounding
         for rows in (None, 16):
             by_sequence = errors_by_sequence(got[name], ref[name], at, rows)
+            if not each:
+                assert by_sequence.median() <= tolerance[name], (name, rows)
+                continue
             allowed = ONE_SEQUENCE * max(tolerance[name], 25e-3 if name == "beta" else 0.0)
             assert (by_sequence <= allowed).all(), (name, rows, by_sequence.tolist())
     if "initial_state" in got:
@@ -256,8 +254,7 @@ def test_accuracy(regime, form):
         ups = upstream_of(regime, call, seed + 1)
         vanishing = "betam200" in regime  # dk, dv and, of logits, dbeta are 0
         floor = 1e-12 * ups[0].double().norm().item() if vanishing else GONE
-        last = regime.startswith("ub_") and "states" in regime
-        errors = check(call, regime, ups, floor=floor, last=last)
+        errors = check(call, regime, ups, floor=floor)
         print(f"{regime} {form} {seed}: {shown(errors)}")
 
 
@@ -293,18 +290,14 @@ def test_gradients_are_as_exact_as_the_best_peers(regime, o, bars):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("regime", ("typical+states", "mixed+states", "ub_typ+states"))
 def test_ragged_sequences(regime, form):
-    check(
-        call_on_gpu(regime, form, H=3, lengths=(1, 15, 64, 65, 0, 300, 1000, 128)),
-        regime,
-        last=True,
-    )
+    check(call_on_gpu(regime, form, H=3, lengths=(1, 15, 64, 65, 0, 300, 1000, 128)), regime)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dense_batches(form):
     for regime in ("strong+states", "ub_burst+states"):
         calls = [call_on_gpu(regime, form, T=209, seed=n) for n in range(3)]
-        check(batch(calls), regime, last=True)
+        check(batch(calls), regime)
 
 
 @pytest.mark.parametrize("scale", (None, 1.0, 0.01))
@@ -401,17 +394,36 @@ def test_softplus_gates_that_empty_a_block(raw):
     check(raw_gate_call(torch.tensor(raw), None, T=129, H=8), "ub_strong")
 
 
-@pytest.mark.parametrize("channels", (slice(None), slice(None, None, 2)), ids=("all", "even"))
-@pytest.mark.parametrize("at", (0, 15, 16, 63, 64, 70, 128))
-def test_one_token_may_erase_everything(at, channels):
-    """The gate that does it has a gradient of 0, up to the rounding of what cancels in it."""
+def erasing_call(at: int, channels: slice) -> dict:
+    """A token whose gate is exp(-1000), on those channels, among tokens that keep everything."""
     g = torch.zeros(129, 1, 128)
     g[at, :, channels] = -1000.0
-    call = log_gate_call(g, T=129, H=8)
+    return log_gate_call(g, T=129, H=8)
+
+
+ERASING = (
+    pytest.mark.parametrize("channels", (slice(None), slice(None, None, 2)), ids=("all", "even")),
+    pytest.mark.parametrize("at", (0, 15, 16, 63, 64, 70, 128)),
+)
+
+
+@ERASING[0]
+@ERASING[1]
+def test_one_token_may_erase_everything(at, channels):
+    """The gate that does it has a gradient of 0, up to the rounding of what cancels in it."""
+    call = erasing_call(at, channels)
     got = backward(call, *upstream(call))
     check(call, "nodecay", got=got)
     rms = got["g"].square().mean().sqrt()
     assert (got["g"][:, at, :, channels].abs() <= 1e-3 * rms).all()
+
+
+@ERASING[0]
+@ERASING[1]
+def test_the_gate_that_erases_everything_has_a_gradient_of_exactly_0(at, channels):
+    call = erasing_call(at, channels)
+    got = backward(call, *upstream(call))
+    assert got["g"].any() and not got["g"][:, at, :, channels].any()
 
 
 @pytest.mark.parametrize("lower_bound", (-1.0, -5.9, -6.0, -11.0, -12.0, -100.0))
@@ -453,7 +465,7 @@ def test_the_gradient_of_saturated_gates_is_not_rounding():
     call |= dict(A_log=torch.full_like(call["A_log"], math.log(16)))
     for lower_bound in (-5.0, None):
         steep = call | dict(lower_bound=lower_bound)
-        errors = check(steep, "weak" if lower_bound else "ub_typ", last=True)
+        errors = check(steep, "weak" if lower_bound else "ub_typ")
         print(shown(errors))
         assert errors["A_log"] <= 1e-2 and errors["dt_bias"] <= 1e-2
 
@@ -557,7 +569,7 @@ def test_short_dense_batches(T):
         call = batch([call_on_gpu("typical+states", T=T, H=8, seed=n) for n in range(B)])
         ups = upstream(call)
         first = assert_repeats(lambda call=call, ups=ups: backward(call, *ups), 50)
-        check(call, "typical" if T > 17 else "few tokens", ups, first)
+        check(call, regime_of(T), ups, first)
 
 
 @pytest.mark.parametrize("T", (63, 500, 1000, 1500))
@@ -623,13 +635,6 @@ def test_neighbours_do_not_leak(form):
         assert not torch.equal(got["q"][:, 37:101], clean["q"][:, 37:101])
 
 
-def widened(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x [1, T, ...] with more tokens, of NaN."""
-    larger = x.new_full((1, x.shape[1] + rows, *x.shape[2:]), math.nan)
-    larger[:, : x.shape[1]] = x
-    return larger
-
-
 @pytest.mark.parametrize("packed", (True, False))
 def test_bytes_past_the_last_token_are_not_read(packed):
     call = call_on_gpu("typical+states", lengths=THREE)
@@ -672,7 +677,7 @@ def test_empty_sequences_pass_the_gradient_on(lengths, with_state):
     if not filled:
         assert not got["A_log"].any() and not got["dt_bias"].any()
         return
-    check(call, "typical" if sum(lengths) > 16 else "few tokens", (do, dht), got)
+    check(call, regime_of(sum(lengths)), (do, dht), got)
     parts = {name: x[filled] for name, x in (("initial_state", S),) if with_state}
     at = [0, *torch.tensor([lengths[n] for n in filled]).cumsum(0).tolist()]
     dense = call | parts | dict(cu_seqlens=torch.tensor(at, device=DEVICE))
@@ -698,11 +703,8 @@ def test_many_heads_and_ragged_lengths_repeat(with_state):
 
 
 # ---------------------------------------------------------------- states
-@pytest.mark.parametrize("v_first", (True, False))
-def test_the_state_gradient_comes_out_as_it_is_indexed(v_first):
-    """b = 0, g = 0, one token, q one-hot: dS_0[k, v] = scale q[k] do[v] + dS_T[k, v], exactly; and
-    dq[k] = scale sum_v S_0[k, v] do[v], dg[k] = sum_v S_0 dS_0.
-    """
+def gradients_of_one_hot(v_first: bool) -> tuple[dict, torch.Tensor]:
+    """(gradients, the exact dS_0) of one token with b = 0, g = 0 and a one-hot q."""
     a, b = torch.zeros(128), torch.arange(128.0)
     a[3] = 1
     kv = lambda x: (x.mT if v_first else x).to(DEVICE)[None, None]  # noqa: E731
@@ -713,7 +715,16 @@ def test_the_state_gradient_comes_out_as_it_is_indexed(v_first):
     call = dict(q=q, k=q, v=zero, g=zero, beta=zero[..., 0], initial_state=kv(S))
     call |= dict(scale=0.25, output_final_state=True, state_v_first=v_first)
     got = backward(call, b.to(DEVICE, torch.bfloat16)[None, None, None], kv(dht))
-    assert torch.equal(got["initial_state"], kv(0.25 * torch.outer(a, b) + dht))
+    return got, kv(0.25 * torch.outer(a, b) + dht)
+
+
+@pytest.mark.parametrize("v_first", (True, False))
+def test_the_state_gradient_comes_out_as_it_is_indexed(v_first):
+    """b = 0, g = 0, one token, q one-hot: dS_0[k, v] = scale q[k] do[v] + dS_T[k, v], exactly; and
+    dq[k] = scale sum_v S_0[k, v] do[v], dg[k] = sum_v S_0 dS_0.
+    """
+    got, dS = gradients_of_one_hot(v_first)
+    assert torch.equal(got["initial_state"], dS)
     dq = torch.zeros(128)
     dq[5] = 0.25 * 2.0 * 7
     assert torch.equal(got["q"].flatten().cpu(), dq.bfloat16())
@@ -784,14 +795,14 @@ def test_halves_of_a_long_sequence_with_heads_that_differ(packed, cut, H):
     call = log_gate_call(g, H=H, **lengths)
     ups = upstream(call)
     got, whole = chained(call, cut, *ups), backward(call, *ups)
-    print(shown(check(call, ups=ups, got=got, last=True)))
-    check(call, ups=ups, got=whole, last=True)
+    print(shown(check(call, ups=ups, got=got)))
+    check(call, ups=ups, got=whole)
     if cut == 4096:
         assert_same_bits(of_tokens(got), of_tokens(whole))
     raw = call_on_gpu("typical+states", "B", H=H, T=300)
     raw |= dict(A_log=torch.linspace(-1, 1, H, device=DEVICE))
     ups = upstream(raw)
-    check(raw, ups=ups, got=chained(raw, 130, *ups), last=True)
+    check(raw, ups=ups, got=chained(raw, 130, *ups))
 
 
 @pytest.mark.parametrize("v_first", (True, False))
@@ -810,6 +821,18 @@ def test_state_gradients_keep_fp32(dtype, v_first):
     check(strong, "degenerate", floor=1e-6)  # with b = 0, dk and dv are 0
     dS = backward(strong, None, dht)["initial_state"]
     assert rel_error(dS, dht.double() * math.exp(-4)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("v_first", (True, False))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_one_token_with_b_of_0_gives_keys_and_values_no_gradient(dtype, v_first):
+    """Exactly: with a small initial state, and with a large one."""
+    got, _ = gradients_of_one_hot(v_first)
+    assert not got["v"].any() and not got["k"].any()
+    call = call_on_gpu("typical", "A", v_first, T=1)
+    S = torch.full((1, 2, 128, 128), 65536.0, dtype=dtype, device=DEVICE)
+    call |= dict(beta=torch.zeros_like(call["beta"]), initial_state=S)
+    check(call | dict(g=torch.full_like(call["g"], -4.0)), "degenerate")
 
 
 def test_a_bf16_state_is_its_fp32_copy():
@@ -837,7 +860,7 @@ def test_rounding_of_the_reverse_recurrence_does_not_grow():
         by_row = got["g"].double().square().view(-1, 64, 128).mean((0, 2)).sqrt() / rms["v"]
         print(f"T = {T}: {ratios[T]}; dg by row of a chunk {by_row[::9].tolist()}")
         expected = 128**-0.5 * do.double()  # o = scale v
-        assert rel_error(got["v"], expected) <= tolerances("similar keys")["v"]
+        assert rel_error(got["v"], expected) <= 10e-3
     for name, ratio in ratios[4096].items():
         assert ratio <= max(1.5 * ratios[256][name], 1e-9), (name, ratios)
         assert ratio <= 5e-2
@@ -1026,12 +1049,7 @@ def test_dimensions_of_size_one(B, T, H):
     views |= dict(dt_bias=call["dt_bias"].view(3, 128)[:H])
     ups = upstream(call | views)
     got = backward(call | views, *ups)
-    if T > 1:
-        check(call | views, ups=ups, got=got, last=True)
-    else:  # dbeta, and dA_log, are one cancelling sum
-        ref, terms = exact_gradients(call | views, *ups)
-        for n, x in got.items():
-            assert n == "beta" or rel_error(x, ref[n], terms.get(n, 0.0)) <= 25e-3, n
+    check(call | views, regime_of(T), ups, got)
     whole = {name: x.contiguous() for name, x in views.items()}
     assert_same_bits(got, backward(call | whole, *ups))
 
@@ -1153,7 +1171,7 @@ def test_thousands_of_single_tokens(save_states):
     call = call_on_gpu("typical", lengths=[1] * N, H=2) | dict(save_states=save_states)
     ups = upstream(call)
     first = backward(call, *ups)
-    check(call, ups=ups, got=first, single=True)
+    check(call, ups=ups, got=first, each=False)
     assert_each_is_as_alone(call, ups, first, (0, 1, N // 2, N - 1))
     poison(like=first.values())
     assert_same_bits(backward(call, *ups), first)
@@ -1166,6 +1184,10 @@ def test_thousands_of_single_tokens(save_states):
         backward(changed, ups[0], dht)
         peaks.append((torch.cuda.max_memory_allocated() - before) >> 20)
     print(f"peak MiB of {N} sequences of 1 and of 1 sequence of {N}: {peaks}")
+
+
+def test_each_of_thousands_of_single_tokens_is_within_twice_the_tolerance():
+    check(call_on_gpu("typical", lengths=[1] * 4096, H=2))
 
 
 @pytest.mark.parametrize("T", (771, 968, 1303))
@@ -1285,16 +1307,6 @@ def test_runs_on_the_current_stream(place):
         assert_same_bits(result, expected[i % 2], f"repeat {i}")
 
 
-def captured(call: dict, ups):
-    """(graph of forward and backward, its gradients), after a warm-up."""
-    backward(call, *ups)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = backward(call, *ups)
-    return graph, got
-
-
 @pytest.mark.parametrize("save_states", (True, False))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_a_graph_replays_with_new_data_and_offsets(dtype, save_states):
@@ -1306,7 +1318,7 @@ def test_a_graph_replays_with_new_data_and_offsets(dtype, save_states):
     upstreams = [upstream(call, s) for s, call in enumerate(calls)]
     expected = [backward(c, *u) for c, u in zip(calls, upstreams, strict=True)]
     static, static_ups = clones(calls[0]), [x.clone() for x in upstreams[0]]
-    graph, got = captured(static, static_ups)
+    graph, got = captured(lambda: backward(static, *static_ups))
     for i in (0, 1, 2, 1, 0, 2):
         written_into(static, calls[i])
         for to, x in zip(static_ups, upstreams[i], strict=True):
@@ -1326,7 +1338,7 @@ def test_a_dense_graph_replays_with_new_data():
     upstreams = [upstream(call, s) for s, call in enumerate(calls)]
     expected = [backward(c, *u) for c, u in zip(calls, upstreams, strict=True)]
     static, static_ups = clones(calls[0]), [x.clone() for x in upstreams[0]]
-    graph, got = captured(static, static_ups)
+    graph, got = captured(lambda: backward(static, *static_ups))
     for i in (0, 1, 0):
         written_into(static, calls[i])
         for to, x in zip(static_ups, upstreams[i], strict=True):

@@ -10,36 +10,39 @@ import math
 import statistics
 import threading
 
-import chunk_calls
 import pytest
 import torch
 from accuracy import rel_error
 from chunk_calls import (
+    DEVICE,
     FORMS,
     GONE,
+    THREE,
     TOKENS,
     as_call,
     assert_same_bits,
     batch,
     bounds,
+    call_on_gpu,
+    captured,
     clones,
-    make_call,
+    log_gate_call,
     oracle,
     poison,
+    raw_gate_call,
+    run,
     sequence,
     strided_versions,
+    widened,
     written_into,
 )
 from regimes import make_problem
 
-import kda_cute
 from kda_cute import chunk_ops, reference
 from kda_cute import compile as kernel_cache
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-THREE = (37, 64, 127)  # cu_seqlens 0, 37, 101, 228
 REGIMES = (
     "typical",
     "typical+states",
@@ -63,9 +66,6 @@ REGIMES = (
     "ub_mixed+states",
 )
 
-call_on_gpu = functools.partial(make_call, device=DEVICE)
-log_gate_call = functools.partial(chunk_calls.log_gate_call, device=DEVICE)
-raw_gate_call = functools.partial(chunk_calls.raw_gate_call, device=DEVICE)
 exact = functools.partial(oracle, run=reference.scan_forward)
 
 
@@ -81,10 +81,6 @@ def tolerances(regime: str) -> tuple[float, float]:
     if names[0] in ("weak", "nodecay"):
         return 11e-3, 10e-3
     return 10e-3, 8e-3
-
-
-def run(call: dict):
-    return kda_cute.chunk_kda(**call)
 
 
 def check(call: dict, regime="typical", result=None) -> tuple[float, float]:
@@ -393,24 +389,16 @@ def test_bytes_past_the_last_token_are_not_read(packed):
     call = call_on_gpu("typical+states", lengths=THREE)
     if not packed:
         call = sequence(call, 2)
-
-    def view(x):
-        larger = x.new_full((1, x.shape[1] + 64, *x.shape[2:]), math.nan)
-        larger[:, : x.shape[1]] = x
-        return larger[:, : x.shape[1]]
-
-    assert_same_bits(run(call | {name: view(call[name]) for name in TOKENS}), run(call))
+    T = call["q"].shape[1]
+    views = {name: widened(call[name], 64)[:, :T] for name in TOKENS}
+    assert_same_bits(run(call | views), run(call))
 
 
 def test_rows_past_the_last_offset_do_not_count():
     """A batch padded to a fixed T, as for graphs: the sequences are as without the padding."""
     call = call_on_gpu("typical+states", lengths=THREE)
     expected = run(call)
-    wide = {
-        name: torch.cat([call[name], torch.full_like(call[name][:, :100], math.nan)], 1)
-        for name in TOKENS
-    }
-    o, state = run(call | wide)
+    o, state = run(call | {name: widened(call[name], 100) for name in TOKENS})
     assert_same_bits((o[:, :228], state), expected)
 
 
@@ -689,16 +677,6 @@ def test_runs_on_the_current_stream(in_thread):
         assert_same_bits(result, expected[i % 2], f"repeat {i}")
 
 
-def captured(call: dict):
-    """(graph, its result), after a warm-up."""
-    run(call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(call)
-    return graph, result
-
-
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
 def test_a_graph_replays_with_new_data_and_offsets(dtype):
     """Eight sequences of 2048 tokens together; last, one long and seven of six tokens."""
@@ -707,7 +685,7 @@ def test_a_graph_replays_with_new_data_and_offsets(dtype):
     calls = [call | dict(cu_seqlens=call["cu_seqlens"].to(dtype)) for call in calls]
     expected = [run(call) for call in calls]
     static = clones(calls[0])
-    graph, result = captured(static)
+    graph, result = captured(lambda: run(static))
     for i in (0, 1, 2, 1, 0, 2):
         written_into(static, calls[i])
         graph.replay()
@@ -725,7 +703,7 @@ def test_a_dense_graph_replays_with_new_data():
     calls = [call_on_gpu("ub_typ+states", T=200, seed=s) for s in range(2)]
     expected = [run(call) for call in calls]
     static = clones(calls[0])
-    graph, result = captured(static)
+    graph, result = captured(lambda: run(static))
     for i in (0, 1, 0):
         written_into(static, calls[i])
         graph.replay()
@@ -904,9 +882,9 @@ def test_saved_states_are_those_of_the_oracle():
         call = call_on_gpu("typical+states", "A", v_first, lengths=THREE)
         v = call["v"].clone().requires_grad_()
         o, _ = run(call | dict(v=v))
-        states, U = o.grad_fn.saved_tensors[-2:]
-        assert states.dtype == torch.bfloat16 and states.shape == (228 // 64 + 3, 2, 128, 128)
-        assert U.dtype == torch.bfloat16 and U.shape == (228 // 64 + 3, 2, 64, 128)
+        saved = o.grad_fn.saved_tensors[-1]
+        assert saved.dtype == torch.bfloat16 and saved.shape == (228 // 64 + 3, 2, 192, 128)
+        states = saved[:, :, :128]
         for n, (start, end) in enumerate(((0, 37), (37, 101), (101, 228))):
             for chunk in range(-(-(end - start) // 64)):
                 part = sequence(call, n)

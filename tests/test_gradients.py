@@ -5,20 +5,20 @@ its results on the GPU against float64.
 import functools
 
 import pytest
+import stages
 import torch
 from accuracy import rel_error
 from regimes import make_problem
+from stages import DEVICE, NAMES, poisoned
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference, reference_stages
-from kda_cute.factors import HEAD_DIM, slot_count
+from kda_cute.factors import HEAD_DIM, record_rows, slot_count, views
 from kda_cute.kernels import gradients
 from kda_cute.kernels.gradients import Config
 from kda_cute.layouts import variants
 
-DEVICE = "cuda"
 F64 = torch.float64
-NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 CONFIGS = [
     Config("bf16", "safe", "bf16", False),
     Config("f32", "log", "f32", True),
@@ -26,12 +26,7 @@ CONFIGS = [
 ]
 TOLERANCES = {"dg": 1.2e-2, "dbeta": 1.4e-2, "dA_part": 2e-2, "ddt_part": 1.2e-2}
 TOLERANCE = 1e-2  # of the others; relative, Frobenius
-
-
-def spec(config):
-    return kernel_compile.KernelSpec(
-        "gradients", config, functools.partial(gradients.trace, config)
-    )
+spec = functools.partial(stages.spec, gradients)
 
 
 # ---------------------------------------------------------------- the oracle
@@ -102,13 +97,7 @@ def test_oracle_is_autograd_of_the_token_recurrence(gate, beta, l2norm, lengths,
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(gradients, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -161,16 +150,30 @@ def make_inputs(
 def outputs(x: reference_stages.Inputs) -> reference_stages.Gradients:
     """Tensors full of NaN for the kernel to write."""
     H, D = x.q.shape[2:]
-    fill = functools.partial(torch.full, fill_value=torch.nan, device=DEVICE)
-    dq, dk, dv = (fill(x.q.shape, dtype=torch.bfloat16) for _ in range(3))
+    dq, dk, dv = (poisoned(*x.q.shape, dtype=torch.bfloat16) for _ in range(3))
     parts = (None, None)
     if x.gate != "log":
-        parts = (
-            fill((x.slots, H), dtype=torch.float32),
-            fill((x.slots, H, D), dtype=torch.float32),
-        )
-    dg, dbeta = fill(x.g.shape, dtype=x.g.dtype), fill(x.beta.shape, dtype=x.beta.dtype)
+        row = poisoned(x.slots, H * (D + 1), dtype=torch.float32)
+        parts = row[:, H * D :], row[:, : H * D].view(x.slots, H, D)
+    dg, dbeta = (poisoned(*y.shape, dtype=y.dtype) for y in (x.g, x.beta))
     return reference_stages.Gradients(dq, dk, dv, dg, dbeta, *parts)
+
+
+def records(tensors: reference_stages.ChunkTensors) -> list[torch.Tensor]:
+    """Those of states and U, of their gradients, and of INV."""
+    S, dS, U, dU, INV = tensors
+    held = (
+        ("chunk", {"S": S, "U": U}),
+        ("chunk", {"S": dS, "U": dU}),
+        ("backward factors", {"INV": INV}),
+    )
+    found = []
+    for kind, values in held:
+        shape = (*S.shape[:2], record_rows(kind), HEAD_DIM)
+        found.append(poisoned(*shape, dtype=torch.bfloat16))
+        for name, x in values.items():
+            views(kind, found[-1])[name].copy_(x)
+    return found
 
 
 def run(x: reference_stages.Inputs, tensors, layout="default") -> reference_stages.Gradients:
@@ -178,8 +181,9 @@ def run(x: reference_stages.Inputs, tensors, layout="default") -> reference_stag
     out = outputs(x)
     config = Config(NAMES[x.g.dtype], x.gate, NAMES[x.beta.dtype], x.cu_seqlens is not None, layout)
     kernel = kernel_compile.load(spec(config))
+    parameters = None if out.dA_part is None else out.dA_part._base
     kernel(
-        *x[:8], *tensors, *out,
+        *x[:8], *records(tensors), *out[:5], parameters,
         x.scale, x.lower_bound, x.beta_scale, int(x.l2norm), int(x.beta_sigmoid),
     )  # fmt: skip
     torch.cuda.synchronize()

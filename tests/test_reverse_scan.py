@@ -6,12 +6,24 @@ import functools
 from typing import NamedTuple
 
 import pytest
+import stages
 import torch
-from test_scan import DEVICE, PACKED, SHAPES, assert_close, make_case, poisoned
+from stages import (
+    DEVICE,
+    NAMES,
+    PACKED,
+    SHAPES,
+    assert_close,
+    chunk_records,
+    make_case,
+    packed,
+    poisoned,
+    same,
+)
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages, report
-from kda_cute.factors import CHUNK, HEAD_DIM, Factors
+from kda_cute.factors import CHUNK, HEAD_DIM, Factors, views
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import ReverseConfig
 from kda_cute.layouts import variants
@@ -23,10 +35,7 @@ CONFIGS = [
     ReverseConfig(1, False, "none", False),
     ReverseConfig(2, True, "bf16", False, every_lane=True),
 ]
-
-
-def spec(config):
-    return kernel_compile.KernelSpec("scan", config, functools.partial(scan.trace, config))
+spec = functools.partial(stages.spec, scan)
 
 
 # ---------------------------------------------------------------- the oracle
@@ -76,13 +85,7 @@ def test_oracle_of_states():
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(scan, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -117,8 +120,7 @@ class Results(NamedTuple):
     """As the kernel writes them into NaN."""
 
     dinitial: torch.Tensor
-    dstates: torch.Tensor
-    dU: torch.Tensor
+    dchunk: torch.Tensor  # records of dstates and dU
 
 
 def allocate(case, *, final=True, guard=0) -> Results:
@@ -127,20 +129,16 @@ def allocate(case, *, final=True, guard=0) -> Results:
     slots, N = slots + 2 * guard, case.N + 2 * guard
     return Results(
         poisoned(N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32) if final else None,
-        poisoned(slots, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16),
-        poisoned(slots, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16),
+        poisoned(*chunk_records(slots, H), dtype=torch.bfloat16),
     )
 
 
 def launch(case, do, dfinal, cu_seqlens, out, groups):
-    names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     dtype = None if dfinal is None else dfinal.dtype
-    config = ReverseConfig(groups, cu_seqlens is not None, names[dtype], out.dinitial is not None)
-    f = case.factors
-    kernel_compile.load(spec(config))(
-        f.w, f.kr, f.qd, f.mqk, f.qk, f.eg, do, dfinal, cu_seqlens,
-        out.dstates, out.dU, out.dinitial,
-    )  # fmt: skip
+    config = ReverseConfig(groups, cu_seqlens is not None, NAMES[dtype], out.dinitial is not None)
+    factors = packed("backward factors", case.factors)
+    kernel = kernel_compile.load(spec(config))
+    kernel(factors, do, dfinal, cu_seqlens, out.dchunk, out.dinitial)
 
 
 def run(case, do, groups, *, final=True, keys_first=False) -> Results:
@@ -155,13 +153,10 @@ def run(case, do, groups, *, final=True, keys_first=False) -> Results:
 
 def check(case, do, results):
     expected = reference_stages.reverse_scan(case.factors, do, case.initial, case.cu_seqlens)
-    for name, got, ref in zip(Results._fields, results, expected, strict=True):
-        assert_close(got, ref, name)
-
-
-def same(a: Results, b: Results) -> bool:
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
+    dstates, dU = views("chunk", results.dchunk).values()
+    got = {"dinitial": results.dinitial, "dstates": dstates, "dU": dU}
+    for name, x in got.items():
+        assert_close(x, getattr(expected, name), name)
 
 
 @pytest.mark.gpu
@@ -221,8 +216,7 @@ def test_neighbours_do_not_matter(groups):
             if other != n:
                 first = bounds[other] // CHUNK + other
                 own = slice(first, first + -(-PACKED[other] // CHUNK))
-                assert torch.equal(found.dU[own], clean.dU[own])
-                assert torch.equal(found.dstates[own], clean.dstates[own])
+                assert torch.equal(found.dchunk[own], clean.dchunk[own])
                 assert torch.equal(found.dinitial[other], clean.dinitial[other])
         assert not length or found.dinitial[n].isnan().any()
 

@@ -1,22 +1,30 @@
 """The scan: what the compiler made of it (no GPU), and its results on the GPU against float64."""
 
 import functools
-from typing import NamedTuple
 
 import pytest
+import stages
 import torch
+from stages import (
+    DEVICE,
+    NAMES,
+    PACKED,
+    SHAPES,
+    assert_close,
+    chunk_records,
+    make_case,
+    packed,
+    poisoned,
+    same,
+)
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages
-from kda_cute.factors import CHUNK, HEAD_DIM, Factors, slot_count
+from kda_cute.factors import CHUNK, HEAD_DIM, Factors, slot_count, views
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import Config
 from kda_cute.layouts import variants
 
-DEVICE = "cuda"
-TOLERANCE = 6e-3  # relative, Frobenius
-DENSE_T = 64 * 5 + 17
-PACKED = (130, 0, 64, 1, 200)
 CONFIGS = [
     Config(2, False, "none", True, True),
     Config(2, True, "f32", True, False),
@@ -24,20 +32,11 @@ CONFIGS = [
     Config(1, False, "none", False, False),
     Config(2, True, "bf16", True, True, every_lane=True),
 ]
-
-
-def spec(config):
-    return kernel_compile.KernelSpec("scan", config, functools.partial(scan.trace, config))
+spec = functools.partial(stages.spec, scan)
 
 
 # ---------------------------------------------------------------- what the compiler made of it
-@pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """{config: object file}, compiled now."""
-    folder = tmp_path_factory.mktemp("kernels")
-    specs = [spec(config) for config in CONFIGS]
-    paths = kernel_compile.object_files(specs, folder=folder, workers=2)
-    return dict(zip(CONFIGS, paths, strict=True))
+objects = stages.compiled_now(scan, CONFIGS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -94,86 +93,23 @@ def test_reference_by_tokens():
 
 
 # ---------------------------------------------------------------- on the GPU
-class Case(NamedTuple):
-    """Factors of B sequences of T tokens, or of packed ones."""
-
-    factors: Factors
-    B: int
-    T: int
-    N: int
-    initial: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
-
-
-def make_case(
-    *, B=2, T=DENSE_T, lengths=None, spare=0, H=3, initial=None, coupling=0.1, device=DEVICE
-) -> Case:
-    """Random factors, 0 in rows that no token has; slots that no chunk owns hold NaN.  `spare`
-    tokens follow the last packed sequence.  coupling: the size of w and kr; rounding errors of S grow
-    from chunk to chunk at 0.1, and fade at half of that.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    rand = functools.partial(torch.randn, generator=generator, device=device)
-    cu = None
-    if lengths is not None:
-        B, T, N = 1, sum(lengths) + spare, len(lengths)
-        bounds = [sum(lengths[:n]) for n in range(N + 1)]
-        cu = torch.tensor(bounds, dtype=torch.int32, device=device)
-        first_slots = [first // CHUNK + n for n, first in enumerate(bounds[:-1])]
-        slots = slot_count(T, N, True)
-    else:
-        N, lengths = B, [T] * B
-        slots = slot_count(B * T, B, False)
-        first_slots = [n * (slots // B) for n in range(B)]
-    valid = torch.full((slots, 1, CHUNK, 1), torch.nan, device=device)
-    for first, length in zip(first_slots, lengths, strict=True):
-        for c in range(-(-length // CHUNK)):
-            rows = torch.arange(CHUNK, device=device) < length - CHUNK * c
-            valid[first + c, 0, :, 0] = rows.float()
-    wide = lambda scale: (scale * rand(slots, H, CHUNK, HEAD_DIM) * valid).bfloat16()  # noqa: E731
-    square = (0.1 * rand(slots, H, CHUNK, CHUNK)).tril(-1) * valid
-    eg = 0.3 + 0.7 * torch.rand(slots, H, HEAD_DIM, generator=generator, device=device)
-    factors = Factors(
-        wide(coupling), wide(coupling), wide(0.1), wide(1.0), square.bfloat16(),
-        0.3 * rand(slots, H, CHUNK) * valid[..., 0], eg * valid[:, :, :1, 0],
-    )  # fmt: skip
-    state = None if initial is None else rand(N, H, HEAD_DIM, HEAD_DIM).to(initial)
-    return Case(factors, B, T, N, state, cu)
-
-
-def poisoned(*shape, dtype):
-    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
-
-
 def run(case, groups, *, save=True, keys_first=False, layout="default"):
     """(o, final, states, U) as the kernel writes them into NaN; keys_first: first and last states
     in memory are [K, V].
     """
-    names = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}
     initial = case.initial
     dtype = None if initial is None else initial.dtype
-    config = Config(groups, case.cu_seqlens is not None, names[dtype], True, save, layout)
+    config = Config(groups, case.cu_seqlens is not None, NAMES[dtype], True, save, layout)
     slots, H = case.factors.w.shape[:2]
     o = poisoned(case.B, case.T, H, HEAD_DIM, dtype=torch.bfloat16)
     final = poisoned(case.N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
-    states = poisoned(slots, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16) if save else None
-    U = poisoned(slots, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16) if save else None
+    saved = poisoned(*chunk_records(slots, H), dtype=torch.bfloat16) if save else None
     if keys_first:
         final = final.transpose(2, 3)
         initial = None if initial is None else initial.transpose(2, 3).contiguous().transpose(2, 3)
     kernel = kernel_compile.load(spec(config))
-    kernel(*case.factors, initial, case.cu_seqlens, o, states, U, final)
-    return o, final, states, U
-
-
-def assert_close(got, expected, what):
-    """Written exactly where the oracle writes, and close to it there."""
-    missing = expected.isnan()
-    assert torch.equal(got.isnan(), missing), f"{what}: written in other places"
-    got, expected = got.double()[~missing], expected[~missing]
-    error = ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-    print(f"{what}: {error:.2e}")
-    assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
+    kernel(packed("factors", case.factors), initial, case.cu_seqlens, o, saved, final)
+    return (o, final, *(views("chunk", saved).values() if save else (None, None)))
 
 
 def check(case, results):
@@ -183,15 +119,6 @@ def check(case, results):
     for what, got, ref in zip(names, results, (*expected, U), strict=True):
         if got is not None:
             assert_close(got, ref, what)
-
-
-SHAPES = {
-    "dense": {},
-    "one full chunk": {"B": 1, "T": 64},
-    "one token": {"B": 3, "T": 1},
-    "packed": {"lengths": PACKED},
-    "packed, tokens left over": {"lengths": PACKED, "spare": 70},
-}
 
 
 @pytest.mark.gpu
@@ -216,15 +143,13 @@ def test_options_do_not_change_bits(shape, initial, groups):
         run(case, groups, save=False),
         run(case, groups, keys_first=True),
     ):
-        for a, b in zip(results, other, strict=True):
-            assert b is None or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        assert same(results, other)
 
 
 @pytest.mark.gpu
 def test_groups_agree():
     case = make_case(initial=torch.float32, H=7)
-    for a, b in zip(run(case, 1), run(case, 2), strict=True):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    assert same(run(case, 1), run(case, 2))
 
 
 @pytest.mark.gpu
@@ -238,12 +163,14 @@ def test_many_chunks(groups):
 def test_strided_outputs_and_offsets():
     """o inside a wider tensor, cu_seqlens as the low words of int64."""
     case = make_case(lengths=PACKED, initial=torch.float32)
-    o, final, states, U = run(case, 2)
-    H = o.shape[2]
+    o, final, *_ = run(case, 2)
+    slots, H = case.factors.w.shape[:2]
+    saved = poisoned(*chunk_records(slots, H), dtype=torch.bfloat16)
     buffer = poisoned(1, case.T, 2 * H, HEAD_DIM, dtype=torch.bfloat16)
     low = case.cu_seqlens.long().view(torch.int32)[::2]
     kernel = kernel_compile.load(spec(Config(2, True, "f32", True, True)))
-    kernel(*case.factors, case.initial, low, buffer[:, :, H:], states, U, final)
+    records = packed("factors", case.factors)
+    kernel(records, case.initial, low, buffer[:, :, H:], saved, final)
     assert torch.equal(buffer[:, :, H:], o) and buffer[:, :, :H].isnan().all()
 
 
@@ -258,14 +185,13 @@ def test_offsets_out_of_range(groups):
         slots, H = case.factors.w.shape[:2]
         guard = 64
         rows = poisoned(1, case.T + 2 * guard, H, HEAD_DIM, dtype=torch.bfloat16)
-        states = poisoned(slots + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16)
-        U = poisoned(slots + 2, H, CHUNK, HEAD_DIM, dtype=torch.bfloat16)
+        saved = poisoned(*chunk_records(slots + 2, H), dtype=torch.bfloat16)
         final = poisoned(case.N + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         factors = Factors(*(x.nan_to_num(1.0) for x in case.factors))
         kernel = kernel_compile.load(spec(Config(groups, True, "f32", True, True)))
-        outputs = rows[:, guard:-guard], states[1:-1], U[1:-1], final[1:-1]
-        kernel(*factors, case.initial, cu, *outputs)
+        outputs = rows[:, guard:-guard], saved[1:-1], final[1:-1]
+        kernel(packed("factors", factors), case.initial, cu, *outputs)
         torch.cuda.synchronize()
         assert rows[:, :guard].isnan().all() and rows[:, -guard:].isnan().all()
-        for x in (states, U, final):
+        for x in (saved, final):
             assert x[[0, -1]].isnan().all()

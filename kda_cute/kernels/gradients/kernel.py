@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import fakes, tma
+from ...device import fakes, records, tma
 from ...device.math import exp2
 from ...device.slots import packed_chunk
 from .gate import Gate
@@ -77,15 +77,17 @@ class Gradients:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, do: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
-        S: cute.Tensor, dS: cute.Tensor, U: cute.Tensor, dU: cute.Tensor, INV: cute.Tensor,
+        chunk: cute.Tensor, dchunk: cute.Tensor, factors: cute.Tensor,
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
-        dA_part, ddt_part,
+        parameters,
         scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
+        c, d = records.parts("chunk", chunk), records.parts("chunk", dchunk)
+        INV = records.parts("backward factors", factors)["INV"]
         m = Gmem(
-            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, S, dS, U, dU, INV,
-            dq, dk, dv, dg, dbeta, dA_part, ddt_part,
+            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, c["S"], d["S"], c["U"], d["U"], INV,
+            dq, dk, dv, dg, dbeta, *self.split(parameters, q.shape[2]),
         )  # fmt: skip
         options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
         modes = lambda name: [1, 3, 2, 0] if name in TOKEN_TILES else [2, 3, 1, 0]  # noqa: E731
@@ -106,11 +108,24 @@ class Gradients:
             cute.FastDivmodDivisor(H), cute.FastDivmodDivisor(cutlass.max((T + C - 1) // C, 1))
         )
         self.kernel(m, copies, stores, options, grid).launch(
-            grid=(S.shape[0] * H, 1, 1),
+            grid=(chunk.shape[0] * H, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,  # percent; the default asks a driver while compiling
+        )
+
+    @staticmethod
+    def split(parameters, H):
+        """A slot's part of dA_log, and of ddt_bias, in one row; (None, None) without parameters."""
+        if const_expr(parameters is None):
+            return None, None
+        slots, row = parameters.shape[0], parameters.stride[0]
+        dA = cute.make_layout((slots, H), stride=(row, 1))
+        ddt = cute.make_layout((slots, H, D), stride=(row, D, 1))
+        return (
+            cute.make_tensor(parameters.iterator + H * D, dA),
+            cute.make_tensor(parameters.iterator, ddt),
         )
 
     @cute.kernel
@@ -383,20 +398,18 @@ def trace(config: Config):
     B, T, H, slots = (cute.sym_int() for _ in range(4))
     g, beta = fakes.TYPES[config.g], fakes.TYPES[config.beta]
     compact, strided, scalars = fakes.compact, fakes.strided, fakes.scattered
-    A_log = dt_bias = cu = dA = ddt = None
+    A_log = dt_bias = cu = parameters = None
     if config.gate != "log":
         A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
-        dA, ddt = compact(Float32, slots, H), compact(Float32, slots, H, D)
+        parameters = compact(Float32, slots, cute.sym_int())
     if config.varlen:
         cu = fakes.offsets()
     tokens = lambda dtype: strided(dtype, B, T, H, D)  # noqa: E731
     arguments = (
         tokens(BFloat16), tokens(BFloat16), tokens(BFloat16), tokens(g), scalars(beta, B, T, H),
         A_log, dt_bias, cu,
-        *(compact(BFloat16, slots, H, D, D) for _ in range(2)),
-        *(compact(BFloat16, slots, H, C, D) for _ in range(2)),
-        compact(BFloat16, slots, H, C, C),
-        *(tokens(BFloat16) for _ in range(3)), tokens(g), scalars(beta, B, T, H), dA, ddt,
+        *(records.fake(kind, slots, H) for kind in ("chunk", "chunk", "backward factors")),
+        *(tokens(BFloat16) for _ in range(3)), tokens(g), scalars(beta, B, T, H), parameters,
         Float32(0), Float32(0), Float32(0), Int32(0), Int32(0),
     )  # fmt: skip
     return Gradients(config), arguments

@@ -27,11 +27,12 @@ written there.  Sequences may be empty.  Shared-memory layouts come from `kda_cu
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import const_expr
 
+from ...device import records
 from .consumer import ConsumerRole
 from .producer import ProducerRole
-from .schedule import C, Config, Copies, D, Gmem
+from .schedule import Config, Copies, Gmem
 from .walker import BY_TOKEN, Fakes, Walker
 
 
@@ -43,18 +44,20 @@ class Scan(Walker):
 
     @cute.jit
     def __call__(
-        self, w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, u: cute.Tensor, mqk: cute.Tensor,
-        qk: cute.Tensor, eg: cute.Tensor, initial, cu_seqlens,
-        o: cute.Tensor, states, U, final, stream: cuda.CUstream,
+        self, factors: cute.Tensor, initial, cu_seqlens, o: cute.Tensor, saved, final,
+        stream: cuda.CUstream,
     ):  # fmt: skip
+        f = records.parts("factors", factors)
         to_states, to_U = None, None
         if const_expr(self.config.save):
-            to_states, to_U = self.store("states", states), self.store("U", U)
+            chunk = records.parts("chunk", saved)
+            to_states, to_U = self.store("states", chunk["S"]), self.store("U", chunk["U"])
         copies = Copies(
-            self.load("w", w), self.load("kr", kr), self.load("qd", qd), self.load("u", u),
-            self.load("mqk", mqk), self.store("o", o, BY_TOKEN), to_states, to_U,
+            *(self.load(name, f[name]) for name in ("w", "kr", "qd", "u", "mqk")),
+            self.store("o", o, BY_TOKEN), to_states, to_U,
         )  # fmt: skip
-        self.launch(Gmem(qk, eg, initial, cu_seqlens, final, o), copies, o, w.shape[0], stream)
+        m = Gmem(f["qk"], f["eg"], initial, cu_seqlens, final, o)
+        self.launch(m, copies, o, factors.shape[0], stream)
 
 
 # ---------------------------------------------------------------- compile
@@ -62,11 +65,7 @@ def trace(config: Config):
     """(jit callable, fake arguments) for `compile.KernelSpec`."""
     fake = Fakes(config)
     arguments = (
-        *(fake.slotted(C, D) for _ in range(4)), fake.slotted(C, C),
-        fake.slotted(C, dtype=Float32), fake.slotted(D, dtype=Float32),
-        fake.initial(), fake.cu_seqlens(), fake.by_token(),
-        fake.slotted(D, D) if config.save else None,
-        fake.slotted(C, D) if config.save else None,
-        fake.final(),
+        fake.records("factors"), fake.initial(), fake.cu_seqlens(), fake.by_token(),
+        fake.records("chunk") if config.save else None, fake.final(),
     )  # fmt: skip
     return Scan(config), arguments

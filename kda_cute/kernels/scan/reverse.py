@@ -24,11 +24,11 @@ those rows.  An empty sequence passes the gradient of its last state on.
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32
 
+from ...device import records
 from .producer import ReverseProducerRole
 from .reverse_consumer import ReverseConsumerRole
-from .schedule import C, D, Gmem, ReverseConfig, ReverseCopies
+from .schedule import Gmem, ReverseConfig, ReverseCopies
 from .walker import BY_TOKEN, Fakes, Walker
 
 
@@ -40,15 +40,16 @@ class ReverseScan(Walker):
 
     @cute.jit
     def __call__(
-        self, w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, mqk: cute.Tensor, qk: cute.Tensor,
-        eg: cute.Tensor, do: cute.Tensor, dfinal, cu_seqlens,
-        dstates: cute.Tensor, dU: cute.Tensor, dinitial, stream: cuda.CUstream,
+        self, factors: cute.Tensor, do: cute.Tensor, dfinal, cu_seqlens,
+        dchunk: cute.Tensor, dinitial, stream: cuda.CUstream,
     ):  # fmt: skip
+        f, d = records.parts("backward factors", factors), records.parts("chunk", dchunk)
         copies = ReverseCopies(
-            self.load("w", w), self.load("kr", kr), self.load("qd", qd), self.load("mqk", mqk),
-            self.load("do", do, BY_TOKEN), self.store("dstates", dstates), self.store("dU", dU),
+            *(self.load(name, f[name]) for name in ("w", "kr", "qd", "mqk")),
+            self.load("do", do, BY_TOKEN), self.store("dstates", d["S"]), self.store("dU", d["U"]),
         )  # fmt: skip
-        self.launch(Gmem(qk, eg, dfinal, cu_seqlens, dinitial), copies, do, w.shape[0], stream)
+        m = Gmem(f["qk"], f["eg"], dfinal, cu_seqlens, dinitial)
+        self.launch(m, copies, do, factors.shape[0], stream)
 
 
 # ---------------------------------------------------------------- compile
@@ -56,9 +57,7 @@ def trace(config: ReverseConfig):
     """(jit callable, fake arguments) for `compile.KernelSpec`."""
     fake = Fakes(config)
     arguments = (
-        *(fake.slotted(C, D) for _ in range(3)), fake.slotted(C, C),
-        fake.slotted(C, dtype=Float32), fake.slotted(D, dtype=Float32),
-        fake.by_token(), fake.initial(), fake.cu_seqlens(),
-        fake.slotted(D, D), fake.slotted(C, D), fake.final(),
+        fake.records("backward factors"), fake.by_token(), fake.initial(), fake.cu_seqlens(),
+        fake.records("chunk"), fake.final(),
     )  # fmt: skip
     return ReverseScan(config), arguments

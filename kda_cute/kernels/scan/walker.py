@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
-from ...device import fakes, tma
+from ...device import fakes, records, tma
 from ...device.math import clamp
 from .schedule import WARPS, Bar, C, D, Extent, Gmem, Registers, Walk, shared_memory
 
@@ -104,9 +104,9 @@ class Fakes:
         self.B, self.T, self.H, self.slots = (cute.sym_int() for _ in range(4))
         self.N = cute.sym_int() if config.varlen else self.B
 
-    def slotted(self, *shape, dtype=BFloat16):
-        """[slots, H, *shape], contiguous."""
-        return fakes.compact(dtype, self.slots, self.H, *shape)
+    def records(self, kind):
+        """Of every slot and head."""
+        return records.fake(kind, self.slots, self.H)
 
     def by_token(self):
         """[B, T, H, 128] with any strides that keep 16 bytes aligned."""

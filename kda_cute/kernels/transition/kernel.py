@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ...device import fakes, tma
+from ...device import fakes, records, tma
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
 from ...device.slots import packed_chunk
@@ -101,13 +101,13 @@ class Transition:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, v, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
-        w: cute.Tensor, kr: cute.Tensor, qd: cute.Tensor, u: cute.Tensor, mqk: cute.Tensor,
-        qk: cute.Tensor, eg: cute.Tensor,
+        factors: cute.Tensor,
         scale: Float32, lower_bound: Float32, beta_scale: Float32, least_b: Float32,
         l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        m = Gmem(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, w, kr, qd, u, mqk, qk, eg)
+        parts = records.parts(self.config.record, factors)
+        m = Gmem(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, *parts.values())
         options = Options(scale, lower_bound, beta_scale, least_b, l2norm, beta_sigmoid)
         tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
@@ -133,7 +133,7 @@ class Transition:
             (AHEAD + H - 1) // H * C,
         )
         self.kernel(m, copies, options, grid).launch(
-            grid=(w.shape[0] * H, 1, 1),
+            grid=(factors.shape[0] * H, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=CTAS,
@@ -368,12 +368,11 @@ def trace(config: Config):
     if config.varlen:
         cu = fakes.offsets()
     tokens = [strided(BFloat16, B, T, H, D) for _ in range(3)]
-    wide = [compact(BFloat16, slots, H, C, D) for _ in range(4)]
     if config.backward:
-        tokens[2], wide[3] = None, compact(BFloat16, slots, H, C, C)
+        tokens[2] = None
     arguments = (
         *tokens, strided(fakes.TYPES[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
-        *wide, compact(BFloat16, slots, H, C, C), compact(Float32, slots, H, C), compact(Float32, slots, H, D),
+        records.fake(config.record, slots, H),
         *(Float32(0),) * 4, Int32(0), Int32(0),
     )  # fmt: skip
     return Transition(config), arguments

@@ -44,6 +44,11 @@ class Config:
     backward: bool = False
     every_thread: bool = False
 
+    @property
+    def record(self) -> str:
+        """The kind of record that it writes, see `kda_cute.factors`."""
+        return "backward factors" if self.backward else "factors"
+
 
 class Bar(enum.IntEnum):
     """Indices of mbarriers."""
