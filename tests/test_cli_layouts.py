@@ -1,6 +1,8 @@
 """`kda-cute layouts` without a GPU, and `compare` with fake kernels."""
 
 import json
+import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -233,10 +235,39 @@ def test_the_measuring_package_is_found_from_anywhere(monkeypatch):
     assert str(checkout.ROOT) in checkout.sys.path
 
 
-def test_the_layouts_of_the_documentation_differ_by_their_second_padding():
-    """docs/layouts.md explains these two by one access."""
-    plain, grouped = (
-        variants.BWD_RECURRENCE.layouts["padded"],
-        variants.BWD_RECURRENCE.layouts["default"],
-    )
+# ---------------------------------------------------------------- documentation
+DOCS = checkout.ROOT / "docs" / "layouts.md"
+DRAWN = [line for line in DOCS.read_text().splitlines() if line.startswith("kda-cute layouts draw")]
+FIGURES = [line for line in DRAWN if "docs/figures" in line]
+
+
+@pytest.mark.parametrize("command", FIGURES, ids=lambda command: command.split("/")[-1])
+def test_pictures_of_the_documentation_are_what_their_commands_draw(command, tmp_path):
+    *arguments, figure = shlex.split(command)[2:]
+    out = tmp_path / "now.svg"
+    assert run(*arguments, out).exit_code == 0
+    assert out.read_text() == (checkout.ROOT / figure).read_text()
+    assert figure.removeprefix("docs/") in DOCS.read_text().replace(command, "")  # shown, too
+
+
+def test_the_documentation_names_commands_and_kernels_that_are():
+    text = DOCS.read_text()
+    assert len(FIGURES) == 8
+    assert set(re.findall(r"kda-cute layouts (\w+)", text)) == set(layouts_commands())
+    assert all(f"`{kernel}`" in text for kernel in catalogue.kernels())
+
+
+def layouts_commands():
+    return main.get_command(None, "layouts").commands
+
+
+def test_the_plans_that_the_documentation_explains():
+    plain, grouped = (variants.BWD_RECURRENCE.layouts[name] for name in ("padded", "default"))
     assert (plain, grouped) == (RowPadded(136), GroupPadded(4, 136, 552))
+    (row,) = found("list", "gradients")[:1]
+    assert (
+        row["bytes"]
+        <= 232_448
+        < sum(t.nbytes for t in catalogue.select("gradients").plan().tiles)
+        == 320_000
+    )
