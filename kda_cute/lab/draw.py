@@ -185,13 +185,14 @@ def stack_picture(plan: Plan) -> str:
         x, w = left + first * STEP_WIDTH, (last - first + 1) * STEP_WIDTH
         y, h = height(tile.offset + tile.nbytes), tile.nbytes * scale
         picture.rect(x + 1, y, w - 2, h, _kind(tile), note=_note(tile))
-        picture.rect(x + 1, y, w - 2, h, "line", stroke=0.8)
-        for stage in range(1, tile.stages):
-            at = height(tile.offset + stage * tile.stage_bytes)
-            if h / tile.stages > 4:
-                picture.line([(x + 1, at), (x + w - 1, at)], dashed=True)
-        if h >= 15:
-            picture.text(x + w / 2, y + h / 2 + 4.5, _fitting(tile, w), css="on", anchor="middle")
+        picture.rect(x + 1, y, w - 2, h, "edge", stroke=0.8)
+        words = _fitting(tile, w) if h >= 15 else ""
+        for stage in range(1, tile.stages) if h / tile.stages > 4 else ():
+            _stage_line(
+                picture, height(tile.offset + stage * tile.stage_bytes), x, w, y + h / 2, words
+            )
+        if words:
+            picture.text(x + w / 2, y + h / 2 + 4.5, words, css="on", anchor="middle")
         else:
             labels.append((y + h / 2, x + w - 1, tile))
     for byte, words in _limits(plan):
@@ -203,6 +204,13 @@ def stack_picture(plan: Plan) -> str:
     entries = [(css, words) for css, words in KINDS if any(_kind(t) == css for t in plan.tiles)]
     picture.legend(left, base + 66, [*entries, ("empty", "free")], left + width + 200)
     return picture.render()
+
+
+def _stage_line(picture: Picture, at: float, x: float, w: float, middle: float, words: str) -> None:
+    """Where the next stage of a tile begins; not through the words in its middle."""
+    gap = width_of(words, 13) / 2 + 10 if words and abs(at - middle) < 8 else 0
+    for start, end in ((x + 1, x + w / 2 - gap), (x + w / 2 + gap, x + w - 1)):
+        picture.line([(start, at), (end, at)], "edge", width=0.8, dashed=True)
 
 
 def _kind(tile: Tile) -> str:

@@ -15,6 +15,7 @@ PALETTE = {
     "faint": ("fill", "#59636e", "#9198a1"),
     "on": ("fill", "#101418", "#f0f6fc"),
     "line": ("stroke", "#b8c0c8", "#3d444d"),
+    "edge": ("stroke", "#57606a", "#0d1117"),
     "strong": ("stroke", "#1f2328", "#e6edf3"),
     "bad": ("stroke", "#c1121f", "#ff6b6b"),
     "warning": ("fill", "#c1121f", "#ff6b6b"),
@@ -36,7 +37,7 @@ def stylesheet() -> str:
     def rules(shade: int) -> str:
         return " ".join(f".{name} {{{p[0]}: {p[shade]}}}" for name, p in PALETTE.items())
 
-    fixed = f"text {{font-family: {FONT}}} .line, .strong, .bad {{fill: none}} .mono {{font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace}}"
+    fixed = f"text {{font-family: {FONT}}} .line, .edge, .strong, .bad {{fill: none}}"
     return f"{fixed} {rules(1)} @media (prefers-color-scheme: dark) {{{rules(2)}}}"
 
 
