@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import pytest
@@ -153,7 +154,7 @@ def test_a_second_call_adds_to_the_manifest(toys, tmp_path):
 
 def test_words_say_where_and_how_to_use_it(toys, tmp_path):
     done = run("--out", tmp_path, "--layout", "default", "--layout", "padded")
-    assert done.stdout.splitlines()[0] == "7 kernels ready"
+    assert done.stdout.splitlines()[0] == "kernels ready: 7"
     assert done.stdout.splitlines()[-1] == f"use them: KDA_CUTE_CACHE={tmp_path}"
     assert "compiling for sm_90a" in done.stderr
 
@@ -201,13 +202,23 @@ def test_bad_arguments_are_exit_code_2(toys, arguments, words, tmp_path):
     assert words in done.stderr and not list(tmp_path.iterdir())
 
 
-def test_a_kernel_that_fails_is_exit_code_2(toys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            kernel_compile.CompileError("scan Other(): ValueError: no"),
+            "scan Other(): ValueError: no",
+        ),
+        (BrokenProcessPool("terminated"), "fewer --jobs"),
+    ],
+)
+def test_a_kernel_that_fails_is_exit_code_2(toys, monkeypatch, tmp_path, error, words):
     def fails(*arguments, **more):
-        raise kernel_compile.CompileError("scan Other(): ValueError: no")
+        raise error
 
     monkeypatch.setattr(kernel_compile, "object_files", fails)
     done = run("--out", tmp_path)
-    assert done.exit_code == 2 and "scan Other(): ValueError: no" in done.stderr
+    assert done.exit_code == 2 and words in done.stderr
     assert not (tmp_path / prebuilt.MANIFEST).exists()
 
 

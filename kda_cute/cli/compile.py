@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import click
@@ -84,6 +85,10 @@ def compile(
             os.environ["KDA_CUTE_CACHE"] = str(folder)  # where `load` looks, in this process
             with _bar("loading", len(specs)) as bar:
                 prebuilt.warm_up(specs, progress=lambda spec: bar.update())
+    except BrokenExecutor:
+        message = "a compiling process died, for want of memory perhaps: fewer --jobs need less"
+        click.echo(f"error: {message}", err=True)
+        sys.exit(CANNOT)
     except (ValueError, OSError, ImportError, kernel_compile.CompileError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(CANNOT)
@@ -94,7 +99,7 @@ def compile(
     else:
         size = sum(entry["bytes"] for entry in manifest["kernels"])
         loaded = ", loaded on this GPU" if warmup else ""
-        click.echo(f"{len(specs)} kernels ready{loaded}")
+        click.echo(f"kernels ready: {len(specs)}{loaded}")
         held = len(manifest["kernels"])
         click.echo(f"{folder}: {held} kernels, {size / 2**20:.1f} MiB, manifest.json")
         click.echo(f"use them: KDA_CUTE_CACHE={folder}")

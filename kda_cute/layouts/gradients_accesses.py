@@ -10,7 +10,7 @@ from .audit import (
     WARP,
     Access,
     Coord,
-    _collector,
+    collector,
     grid,
     matrices,
     matrices_across,
@@ -34,7 +34,7 @@ FK, FQ, B, NK, NQ, M_DIAGONAL, PAIRS, DBETA, SLOPE = (0, 1, 2, 3, 4, 5, 6, 7, 10
 
 def accesses(plan: Plan) -> list[Access]:
     """In the order of the kernel's steps."""
-    found, adder = _collector(plan)
+    found, adder = collector(plan)
     wide = plan["g"].dtype == "f32"
     _gate_and_norms(adder, wide)
     _products(adder)
