@@ -117,8 +117,11 @@ def run(
     initial_state: bool = True,
     transition: Callable | None = None,
     reverse_scan: Callable | None = None,
+    gradients: Callable | None = None,
 ) -> Gradients:
-    """The stages; `transition` and `reverse_scan` stand for the kernels that the problem asks for."""
+    """The stages; `transition`, `reverse_scan` and `gradients` stand for the kernels that the problem
+    asks for.
+    """
     B, T, H, D = p.q.shape
     packed = p.cu_seqlens is not None
     slots = slot_count(B * T, p.num_seqs, packed)
@@ -155,7 +158,7 @@ def run(
     parts = None
     if p.gate != "log":
         parts = dq.new_empty((slots, H * (D + 1)), dtype=torch.float32)
-    gradients = _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
+    gradients = gradients or _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
     gradients(
         p.q, p.k, do, p.g, p.beta, *forward.gate_parameters(p), cu,
         saved, dchunk, factors,

@@ -170,12 +170,17 @@ def _fallback_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="kda_cute_"))
 
 
+def named_folder() -> Path:
+    """KDA_CUTE_CACHE, or the usual folder; it need not exist."""
+    named = os.environ.get("KDA_CUTE_CACHE")
+    return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "kda_cute"
+
+
 def cache_folder() -> Path:
     """Where object files are read and written; a temporary folder, with a warning, when the usual
     one is read-only.
     """
-    named = os.environ.get("KDA_CUTE_CACHE")
-    folder = Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "kda_cute"
+    folder = named_folder()
     if _writable(folder):
         return folder
     warnings.warn(
@@ -239,9 +244,14 @@ def _compile(spec: KernelSpec, arch: str, path: Path) -> None:
 
 def object_file(spec: KernelSpec, arch: str = ARCH, folder: Path | None = None) -> Path:
     """The kernel's object file for arch, compiled now unless the folder holds it.  Works without a
-    GPU.
+    GPU.  A folder that was compiled elsewhere and is read-only here serves what it holds.
     """
-    folder = Path(folder) if folder is not None else cache_folder()
+    if folder is None:
+        shipped = named_folder() / f"{spec.name}_{cache_key(spec, arch)}.o"
+        if _intact(shipped):
+            return shipped
+        folder = cache_folder()
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.name}_{cache_key(spec, arch)}.o"
     if not _intact(path):

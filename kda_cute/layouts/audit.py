@@ -196,7 +196,7 @@ def grid(rows: Sequence[int], cols: Sequence[int]) -> tuple[Coord, ...]:
 # ---- kernels
 
 
-def _collector(plan: Plan):
+def collector(plan: Plan):
     """(accesses, adder): adder(role, warps) gives a function that appends that role's accesses."""
     accesses: list[Access] = []
 
@@ -218,7 +218,7 @@ def bwd_recurrence_accesses(plan: Plan) -> list[Access]:
     dS. Left out: bulk copies, mbarriers, shuffles, the zeroing of a sequence's tail, and the
     predicated stores of the diagonal of dM.
     """
-    accesses, adder = _collector(plan)
+    accesses, adder = collector(plan)
     for role, of_role in (("value", _value), ("key", _key), ("pair", _pair)):
         of_role(adder(role, 4), plan["dS"].dtype == "f32")
     _one_pair_warp(adder("one pair warp", 1), plan["dS"].dtype == "f32")
@@ -336,7 +336,7 @@ def transition_accesses(plan: Plan) -> list[Access]:
     of q.  Left out: bulk copies, operands of wgmma, clearing mqk, lines that whole warps share, and
     the predicated stores of levels 4, 2 and 1.
     """
-    accesses, adder = _collector(plan)
+    accesses, adder = collector(plan)
     every = grid(range(64), (0, 64))
     add = adder("gather", 8)
     add("totals store", "totals", "sts64", neighbours(), 3, grid(range(12), (0, 64)))
@@ -425,7 +425,7 @@ def scan_accesses(plan: Plan) -> list[Access]:
 
     Left out: bulk copies, operands of wgmma, and rows of a last chunk that is not full.
     """
-    accesses, adder = _collector(plan)
+    accesses, adder = collector(plan)
     groups = next(plan[name].stages for name in ("o", "dU") if name in plan)
     add = adder("consumer", 4 * groups)
     add("eg", "eg", "lds64", per_column(), 16, grid((0,), WIDE))
@@ -443,6 +443,13 @@ def scan_accesses(plan: Plan) -> list[Access]:
         if tile in plan:  # forward or reverse, with or without what a backward pass wants
             add(tile, tile, kind, coords, per_warp, shifts)
     return accesses
+
+
+def gradients_accesses(plan: Plan) -> list[Access]:
+    """What the 16 warps of gradients access in one chunk: see the module of that name."""
+    from . import gradients_accesses  # here: that module is made of this one's parts
+
+    return gradients_accesses.accesses(plan)
 
 
 @dataclass(frozen=True)
@@ -465,6 +472,10 @@ KERNELS: dict[str, Kernel] = {
     "transition": Kernel(
         accesses=transition_accesses,
         copied=tuple("k q v kd qd kr INV mqk".split()),
+    ),
+    "gradients": Kernel(
+        accesses=gradients_accesses,
+        copied=tuple("g k q do S U dS dU INV raw".split()),
     ),
 }
 
