@@ -17,7 +17,7 @@ import torch
 
 from kda_cute import backward, forward, ops, reference
 from kda_cute import compile as kernel_compile
-from kda_cute.kernels import bwd_recurrence, scan, transition
+from kda_cute.kernels import bwd_recurrence, gradients, scan, transition
 from kda_cute.layouts import variants
 from kda_cute.problem import Problem
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads
@@ -105,6 +105,7 @@ def run_chunk_kda(every_lane: bool) -> int:
             saved,
             transition=transitions[1],
             reverse_scan=scans[1],
+            gradients=load_gradients(every_lane),
         )
         got = {"o": o, "final_state": final, **grads._asdict()}
         got = {name: x.cpu().double().view(expected[name].shape) for name, x in got.items()}
@@ -125,6 +126,13 @@ def load_transition(of_backward: bool, every_thread: bool):
     config = dataclasses.replace(spec.config, every_thread=every_thread)
     trace = functools.partial(transition.trace, config)
     return kernel_compile.load(kernel_compile.KernelSpec("transition", config, trace))
+
+
+def load_gradients(every_thread: bool):
+    """The gradients of `chunk_problem`."""
+    config = gradients.Config("bf16", "softplus", "bf16", True, every_thread=every_thread)
+    trace = functools.partial(gradients.trace, config)
+    return kernel_compile.load(kernel_compile.KernelSpec("gradients", config, trace))
 
 
 def chunk_problem() -> Problem:

@@ -1,4 +1,4 @@
-"""Arrivals at mbarriers."""
+"""Arrivals at mbarriers, and named barriers."""
 
 import cutlass.cute as cute
 
@@ -17,3 +17,15 @@ def arrive(config, *bars):
         with cute.arch.elect_one():
             for bar in bars:
                 cute.arch.mbarrier_arrive(bar)
+
+
+def meet(config, barrier: int, threads: int):
+    """A named barrier of some threads.
+
+    config.every_thread: of the CTA, whose other threads meet there as well.  Slower, for race
+    checkers that don't follow barriers of some of its warps.
+    """
+    if config.every_thread:
+        cute.arch.sync_threads()
+    else:
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

@@ -244,6 +244,8 @@ class Gradients:
             acc = self.products.by_tokens(base, tid - 2 * GROUP, 2, "do")
             warpgroup.wait_group(0)
             self.products.publish(base, tid - 2 * GROUP, lane, acc, "M", 1.0)
+            if const_expr(self.config.every_thread):
+                cute.arch.sync_threads()  # in `values`, that of the others
         cute.arch.fence_view_async_shared()  # dv is an operand, and copied out
         cute.arch.sync_threads()  # gc, dv, M
         acc_L = self.products.by_tokens(base, tid, 4, "dU")

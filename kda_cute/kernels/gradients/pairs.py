@@ -35,6 +35,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.sync import meet
 from ...device.warp_mma import from_bits, multiply_bf16x2, packed_bf16, select
 from .schedule import BLOCK, C, NamedBar, Row
 
@@ -272,8 +273,7 @@ class Pairs:
         return [four[w] for w in range(4)]
 
     def meet(self, place):
-        bar = NamedBar.HALVES + place.channels
-        cute.arch.barrier(barrier_id=bar, number_of_threads=64)
+        meet(self.config, NamedBar.HALVES + place.channels, 64)
 
     # ------------------------------------------------------------ levels 16 and 8
     def other_block(self, place, lane, gc, M, L):

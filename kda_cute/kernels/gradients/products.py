@@ -14,6 +14,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from ...device import warpgroup as wg
 from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.sync import meet
 from ...device.warp_mma import WarpMma, packed_bf16, quad_sum, select
 from ...factors import LEAST_B
 from .schedule import BLOCK, GROUP, C, D, NamedBar, Row
@@ -92,8 +93,7 @@ class Products:
                     acc[e] = acc[e] * b
             self.keep_row(line, Row.DBETA + group, row + 8 * half, lane, quad_sum(total) * inverse)
         rounded.store(acc.load().to(BFloat16))
-        bar = NamedBar.DV + group
-        cute.arch.barrier(barrier_id=bar, number_of_threads=GROUP)  # dU was read
+        meet(self.config, NamedBar.DV + group, GROUP)  # dU was read
         wg.store_matrix(mma, tid, rounded, self.plan["dU"].view(base))
 
     @cute.jit

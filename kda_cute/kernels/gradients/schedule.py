@@ -30,7 +30,7 @@ PREFETCHING = 12  # the warp that does
 @dataclass(frozen=True)
 class Config:
     """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
-    varlen: packed sequences.
+    varlen: packed sequences.  every_thread: see `device.sync.meet`.
     """
 
     g: str = "f32"
@@ -38,6 +38,7 @@ class Config:
     beta: str = "f32"
     varlen: bool = False
     layout: str = "default"
+    every_thread: bool = False
 
 
 class Bar(enum.IntEnum):

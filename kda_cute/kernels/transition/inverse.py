@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...device.matrix_rows import MatrixRows
+from ...device.sync import meet
 from ...device.warp_mma import (
     WarpMma,
     block_a,
@@ -26,7 +27,7 @@ from ...device.warp_mma import (
     store_pair,
     transposed_a,
 )
-from .schedule import BLOCK, PAIR, NamedBar, meet
+from .schedule import BLOCK, PAIR, NamedBar
 
 
 class Inverse:

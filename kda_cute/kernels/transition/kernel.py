@@ -34,6 +34,7 @@ from ...device import fakes, records, tma
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
 from ...device.slots import packed_chunk
+from ...device.sync import meet
 from ...device.warp_mma import packed_bf16, select
 from .columns import Columns, load_four
 from .gate import Gate
@@ -55,7 +56,6 @@ from .schedule import (
     Gmem,
     NamedBar,
     Options,
-    meet,
     shared_memory,
 )
 from .tiles import Tiles

@@ -21,10 +21,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
+from ...device.sync import meet
 from ...device.warp_mma import packed_bf16, select
 from .columns import Columns, RowWords, falling, load_pair, rising, scaled
 from .gate import Total
-from .schedule import BLOCK, GROUP, LEVELS, C, Factor, NamedBar, meet
+from .schedule import BLOCK, GROUP, LEVELS, C, Factor, NamedBar
 
 HALF = C // 2  # tokens of a warpgroup; left or right rows of level 32
 LEFT = C  # left rows of an operand

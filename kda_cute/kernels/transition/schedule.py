@@ -32,8 +32,7 @@ class Config:
     """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
     varlen: packed sequences; backward: INV instead of u, see `kda_cute.factors`.
 
-    every_thread: the whole CTA meets at every barrier: slower, for race checkers that don't follow
-    barriers of some of its warps.
+    every_thread: see `device.sync.meet`.
     """
 
     g: str = "f32"
@@ -66,16 +65,6 @@ class NamedBar(enum.IntEnum):
     PAIR = 3  # and 4
     HALVES = 5
     TILES = 6
-
-
-def meet(config: Config, barrier: int, threads: int):
-    """A named barrier of some threads; with `config.every_thread`, of the CTA, whose other threads
-    meet there as well.
-    """
-    if config.every_thread:
-        cute.arch.sync_threads()
-    else:
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
 class Factor(enum.IntEnum):
