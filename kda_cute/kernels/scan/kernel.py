@@ -13,12 +13,13 @@ another warpgroup.
     consumer   4 per group   232         S^T w^T, S^T qd^T, U^T mqk^T       8 + 8 + 4 of n = 64
                                          U^T kr                             4 of n = 128
     producer   1             40          tensor copies of w, qd, u, kr, mqk; bulk copies of eg, qk
+    storer     1 per group   40          tensor copies out of S, U, o
 
 With groups = 2 a CTA owns a (sequence, head), with groups = 1 half of its columns v.  Warpgroups
 never wait for each other: each has its own tiles to stage o, the state and U in, and only stages
 of the loaded tiles are shared.  The order inside a chunk keeps an MMA in flight wherever registers are
-at work: the decay of S, the subtraction from u and the copies out run under S^T w^T and S^T qd^T,
-the diagonal under U^T kr, and rounding the state under U^T mqk^T.
+at work: staging o of the chunk before, and the decay of S, run under S^T w^T and S^T qd^T, staging
+the state and U, and the diagonal, under U^T kr, and rounding the state under U^T mqk^T.
 
 The state on entering each chunk and U are saved for a backward pass when asked for.  Rows past a
 sequence's end are 0 in every factor, so they add nothing to S and are 0 in U; only o must not be

@@ -12,9 +12,10 @@ memory to become an operand.  do^T is one where it lies, [token, v] as loaded.
     consumer   do^T mqk, dS^T kr^T                   4 + 8 of n = 64
                do^T qd, dU^T w                       4 + 4 of n = 128
     producer   tensor copies of do, mqk, kr, qd, w; bulk copies of eg, qk
+    storer     tensor copies out of dS, dU
 
-What needs no fresh dS or dU covers the work on registers: rounding and staging dS run under do^T
-mqk, the decay and the copies out under dS^T kr^T, rounding dU under do^T qd, staging it under dU^T w.
+What needs no fresh dS or dU covers the work on registers: rounding dS runs under do^T mqk, the decay
+under dS^T kr^T, rounding dU under do^T qd, staging both under dU^T w.
 dU is rounded once, to nearest, so its negative, which makes the last product a difference, has the
 same digits as what is stored.
 
