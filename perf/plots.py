@@ -6,7 +6,7 @@ matplotlib, imported when the first picture is drawn; no display, no pyplot stat
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,13 @@ def save(draw: Any, path: Path, *arguments: Any) -> Path | None:
 def calls_of(rows: Iterable[Row]) -> list[Row]:
     """Timed rows of whole calls."""
     timed = [r for r in rows if is_timing(r) and r["median_us"] is not None]
-    return [r for r in timed if not is_kernel(r)]
+    return [r for r in timed if not compare.is_kernel(r)]
 
 
 def without_scaling(rows: Iterable[Row]) -> list[Row]:
     """Timing rows of shapes that aren't of the scaling series; all if those are all."""
     rows = [r for r in rows if is_timing(r)]
     return [r for r in rows if r["shape"] not in SCALING] or rows
-
-
-def is_kernel(row: Row) -> bool:
-    """Whether it is the row of one kernel of a call."""
-    return row["provider"] == compare.OURS and row["variant"].count("/") == 2
 
 
 def panels_of(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, Row]]]:
@@ -219,38 +214,45 @@ def ratios(op: str, rows: Sequence[Row]) -> Any:
 
 
 # ---------------------------------------------------------------- roofline
+def _precision(row: Row) -> str:
+    """Of its products: level 2's are in bf16, level 1's variants begin with theirs."""
+    return "bf16" if row["op"] in compare.OPS else row["variant"].split("/")[0]
+
+
 def roofline(op: str, rows: Sequence[Row]) -> Any:
-    """TFLOP/s over FLOP per byte, under the H200's copy and matrix rates.
+    """TFLOP/s over FLOP per byte, under the H200's copy rate and its matrix rates for the operands.
 
     Kernels of calls where there are such rows, else whole calls.  The height under the roof is the
     time over the floor.
     """
     timed = [r for r in without_scaling(rows) if r["median_us"] is not None and r["flops"]]
     mine = [r for r in timed if r["provider"] == compare.OURS]
-    parts = [r for r in mine if is_kernel(r)] or mine
+    parts = [r for r in mine if compare.is_kernel(r)] or mine
     if not parts:
         return None
     # One form and option for each kernel, since all lie close together.
     by_name: dict[str, list[Row]] = {}
     for row in parts:
         first, _, kernel = row["variant"].rpartition("/")
-        if not is_kernel(row):
+        if not compare.is_kernel(row):
             kernel = row["variant"]
         elif first != parts[0]["variant"].rpartition("/")[0]:
             continue
         by_name.setdefault(kernel, []).append(row)
     figure, axes = _figure(8.4, 5.4)
     axis = axes[0, 0]
-    roof = MATRIX_RATE["tf32" if op not in compare.OPS else "bf16"]
-    kind = "tf32" if op not in compare.OPS else "bf16"
-    ridge = roof / COPY_RATE
+    roofs = {_precision(r): MATRIX_RATE[_precision(r)] for r in parts}
+    highest = max(roofs.values())
+    ridge = highest / COPY_RATE
     intensities = [r["flops"] / r["bytes"] for r in parts]
     low, high = min(*intensities, ridge) / 2.2, max(*intensities, ridge) * 2.2
-    axis.plot([low, ridge, high], [low * COPY_RATE / 1e12, roof / 1e12, roof / 1e12], color=INK)
-    axis.text(
-        high, roof / 1e12 * 1.05, f"{kind} products: {roof / 1e12:.0f} TFLOP/s", ha="right",
-        va="bottom",
-    )  # fmt: skip
+    axis.plot([low, ridge], [low * COPY_RATE / 1e12, highest / 1e12], color=INK)
+    for kind, roof in roofs.items():
+        axis.plot([roof / COPY_RATE, high], [roof / 1e12, roof / 1e12], color=INK)
+        axis.text(
+            high, roof / 1e12 * 1.05, f"{kind} products: {roof / 1e12:.0f} TFLOP/s", ha="right",
+            va="bottom",
+        )  # fmt: skip
     slope = ridge / 2  # beside the slope, where no point can be
     axis.text(
         slope, slope * COPY_RATE / 1e12, f"bytes: {COPY_RATE / 1e12:.2f} TB/s  ", ha="right",
@@ -268,7 +270,10 @@ def roofline(op: str, rows: Sequence[Row]) -> Any:
                 alpha=0.85,
                 linestyle="none",
             )
-        over = [r["median_us"] / max(floor_us(r["bytes"]), r["flops"] / roof * 1e6) for r in one]
+        over = [
+            r["median_us"] / max(floor_us(r["bytes"]), r["flops"] / roofs[_precision(r)] * 1e6)
+            for r in one
+        ]
         axis.plot(
             [], [], marker="o", linestyle="none", color=KERNELS[i % len(KERNELS)],
             label=f"{kernel}: {_span(over)} of its floor",
@@ -280,14 +285,14 @@ def roofline(op: str, rows: Sequence[Row]) -> Any:
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlim(low, high)
-    axis.set_ylim(top=roof / 1e12 * 1.5)
+    axis.set_ylim(top=highest / 1e12 * 1.5)
     _plain_ticks(axis.xaxis, low, high)
     _plain_ticks(axis.yaxis, *axis.get_ylim())
     axis.set_xlabel("FLOP per byte")
     axis.set_ylabel("TFLOP/s")
     axis.grid(which="major", color=FAINT, linewidth=0.7)
     axis.set_axisbelow(True)
-    what = parts[0]["variant"].rpartition("/")[0] if is_kernel(parts[0]) else ""
+    what = parts[0]["variant"].rpartition("/")[0] if compare.is_kernel(parts[0]) else ""
     axis.set_title(f"{op} {what}".strip(), loc="left", fontweight="bold")
     figure.legend(fontsize=9.5, loc="outside right upper")
     return figure
@@ -360,7 +365,7 @@ def scaling(op: str, rows: Sequence[Row]) -> Any:
         axis.grid(color=FAINT, linewidth=0.7)
         axis.set_axisbelow(True)
         axis.set_title(f"{op} along {along}", loc="left", fontweight="bold")
-    handles: Mapping[str, Any] = {}
+    handles: dict[str, Any] = {}
     for axis in axes[0]:
         handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)) | handles
     figure.legend(handles.values(), handles.keys(), fontsize=9.5, ncols=3, loc="outside lower left")

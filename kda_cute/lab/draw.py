@@ -166,7 +166,7 @@ def stack_picture(plan: Plan) -> str:
         return base - byte * scale
 
     picture.text(16, 30, plan.name, size=17, bold=True)
-    words = f"{plan.total_bytes:,} of {plan.limit:,} bytes; {plan.ctas_per_sm} CTA per SM"
+    words = f"{plan.total_bytes:,} of {plan.limit:,} bytes; {stack.residency(plan)}"
     separate = sum(tile.nbytes for tile in plan.tiles)
     if separate > plan.total_bytes:
         words += f"; side by side the tiles would take {separate:,}"

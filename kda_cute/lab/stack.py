@@ -51,6 +51,11 @@ def sharing(plan: Plan) -> list[Shared]:
     return sorted(found, key=lambda pair: (order[pair.first], order[pair.then]))
 
 
+def residency(plan: Plan) -> str:
+    """How many CTAs share an SM, in words."""
+    return f"{plan.ctas_per_sm} CTA{'s' if plan.ctas_per_sm > 1 else ''} per SM"
+
+
 def most_bytes(ctas: int) -> int:
     """The most shared memory of a CTA with which so many fit an SM."""
     return (SMEM_PER_SM // ctas - SMEM_RESERVED_PER_CTA) // 128 * 128
@@ -80,7 +85,7 @@ def describe(plan: Plan) -> str:
     rows.append(("live bytes", "", "", *(str(step.live_bytes) for step in steps(plan))))
     top, separate = peak(plan), sum(t.nbytes for t in plan.tiles)
     lines = [
-        f"{plan.name}: {plan.total_bytes} of {plan.limit} bytes, {plan.ctas_per_sm} CTA per SM",
+        f"{plan.name}: {plan.total_bytes} of {plan.limit} bytes, {residency(plan)}",
         f"peak: {top.live_bytes} bytes live in {top.name}; side by side the tiles would take {separate}",
         "",
         format_table(head, rows),
