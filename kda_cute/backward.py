@@ -20,8 +20,9 @@ import torch
 
 from . import compile as kernel_compile
 from . import forward
+from .dtypes import NAMES
 from .factors import slot_count
-from .forward import GATES, NAMES, load, low_words
+from .forward import GATES, load, low_words
 from .problem import Problem, addressable
 
 

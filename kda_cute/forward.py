@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 
 from . import compile as kernel_compile
+from .dtypes import NAMES
 from .factors import HEAD_DIM, LEAST_B, record_rows, slot_count
 from .problem import Problem
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "f32", None: "none"}
 GATES = ("log", "safe", "softplus")
 FORWARD_ROWS, BACKWARD_ROWS = record_rows("factors"), record_rows("backward factors")
 CHUNK_ROWS = record_rows("chunk")

@@ -14,6 +14,7 @@ import torch
 
 from . import compile as kernel_compile
 from . import reference
+from .dtypes import NAMES
 from .layouts import variants
 from .workspace import CHUNK, HEAD_DIM, Workspace
 
@@ -24,7 +25,6 @@ library.define(
     "str layout) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 _FIELDS = (
@@ -83,9 +83,7 @@ def recurrence_specs() -> list[kernel_compile.KernelSpec]:
 
 @functools.cache
 def _recurrence_kernel(precision, layout, beta_dtype, state_dtype, varlen) -> Callable:
-    spec = recurrence_spec(
-        precision, layout, _NAMES[beta_dtype], _NAMES.get(state_dtype, "none"), varlen
-    )
+    spec = recurrence_spec(precision, layout, NAMES[beta_dtype], NAMES[state_dtype], varlen)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"bwd_recurrence is captured before its kernel was loaded ({spec.config}): call it "

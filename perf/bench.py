@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from perf import compare, providers, run
+from perf.forms import TYPES
 from perf.results import FOLDER
 from perf.shapes import GROUPS, SHAPES, Shape, find_shapes, repeats_of
 
@@ -21,7 +22,7 @@ PROVIDERS = {
 DEFAULT_PROVIDERS = ("kda_cute", "cudnn")
 DEFAULT_VARIANTS = ("tf32/default", "bf16/default")
 DEFAULT_SHAPES = {run.OP: ("T8192_H96",), **dict.fromkeys(compare.OPS, tuple(SHAPES))}
-FORMS = ("A", "B")
+FORMS = tuple(TYPES)
 ROUNDS = 60
 SCALAR_REPEATS = 3  # a call takes up to half a second
 BASELINES = FOLDER.parent / "baselines"
@@ -29,15 +30,6 @@ BASELINES = FOLDER.parent / "baselines"
 
 class Impossible(RuntimeError):
     """What was asked for can't be done here, and why."""
-
-
-def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """ValueError unless all names are known and there is one."""
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"{what} {', '.join(map(repr, unknown))}: known are {', '.join(known)}")
-    if not names:
-        raise ValueError(f"{what}: none given; known are {', '.join(known)}")
 
 
 def make_jobs(
@@ -56,10 +48,10 @@ def make_jobs(
     variants of level 1.  rounds: of a long call; short ones get more (`repeats_of`).  ValueError
     for unknown names or rounds below 1.
     """
-    check_names("op", ops, OPS)
-    check_names("providers", wanted, tuple(PROVIDERS))
-    check_names("forms", forms, FORMS)
-    check_names("options", options, providers.OPTIONS)
+    run.check_names("op", ops, OPS)
+    run.check_names("providers", wanted, tuple(PROVIDERS))
+    run.check_names("forms", forms, FORMS)
+    run.check_names("options", options, providers.OPTIONS)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
     jobs, left_out = [], []
@@ -125,14 +117,9 @@ def listing_text(found: Mapping[str, Any]) -> str:
     for group, shapes in found["shapes"].items():
         lines += ["", f"shapes, group {group!r}:"]
         for s in shapes:
-            lengths = s["lengths"]
-            each = f"{lengths[0]}" if len(set(lengths)) == 1 else "+".join(map(str, lengths))
-            lines.append(
-                f"  {s['name']:14} {s['tokens']:6} tokens, {s['heads']:3} heads, "
-                f"{s['sequences']} x {each}"
-                if len(set(lengths)) == 1
-                else f"  {s['name']:14} {s['tokens']:6} tokens, {s['heads']:3} heads, {each}"
-            )
+            lengths, equal = s["lengths"], len(set(s["lengths"])) == 1
+            each = f"{s['sequences']} x {lengths[0]}" if equal else "+".join(map(str, lengths))
+            lines.append(f"  {s['name']:14} {s['tokens']:6} tokens, {s['heads']:3} heads, {each}")
     lines += ["", "providers:"]
     for p in found["providers"]:
         state = f"not here: {p['why_not']}" if p["why_not"] else "available"

@@ -25,10 +25,15 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(math.fsum(logs) / len(logs))
 
 
+def is_kernel(row: Row) -> bool:
+    """Whether it is the row of one kernel of a call."""
+    return row["provider"] == OURS and row["variant"].count("/") == 2
+
+
 def _split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """Rows of whole calls, and those of single kernels."""
     rows = list(rows)
-    kernels = [r for r in rows if r["provider"] == OURS and r["variant"].count("/") == 2]
+    kernels = [r for r in rows if is_kernel(r)]
     return [r for r in rows if r not in kernels], kernels
 
 

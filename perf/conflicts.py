@@ -27,7 +27,7 @@ from kda_cute.lab import catalogue
 from kda_cute.layouts import audit
 from kda_cute.layouts.plan import Plan
 from perf import results
-from perf.shapes import Shape
+from perf.shapes import CHUNK, LONG_CHUNK, Shape
 
 PROBES = (
     "bwd_recurrence:tf32/default",
@@ -42,8 +42,6 @@ PROBES = (
 )
 # Whole chunks only, and so many heads that a scan's CTA has both halves of v, as its default plan.
 SHAPE = Shape("probe", (1024,), 72)
-CHUNK = {"bwd_recurrence": 16}
-LONG_CHUNK = 64
 SOURCE = ("inst_executed", "memory_l1_wavefronts_shared", "memory_l1_wavefronts_shared_ideal")
 HARDWARE = {
     "wavefronts": (
@@ -318,7 +316,7 @@ def _run(command: Sequence[str]) -> str:
 def read(probe: str, folder: Path) -> Found:
     """What `profile` left of a probe."""
     selection, precision, layout = parse_probe(probe)
-    chunk = CHUNK.get(selection.family, LONG_CHUNK)
+    chunk = CHUNK if selection.family == "bwd_recurrence" else LONG_CHUNK
     source, raw = (folder / f"{file_name(probe)}.{page}.csv" for page in ("source", "raw"))
     instructions = read_source(source.read_text())
     return Found(

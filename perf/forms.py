@@ -17,7 +17,8 @@ import torch
 from kda_cute import reference
 from perf.shapes import HEAD_DIM, Shape
 
-FORMS = ("A", "B", "prepared")
+# Form -> g, gate and beta, as configurations of kernels name them.
+TYPES = {"A": ("f32", "log", "f32"), "B": ("bf16", "safe", "bf16")}
 REGIME = "typical"
 LOWER_BOUND = -5.0
 SCALE = HEAD_DIM**-0.5
@@ -74,13 +75,9 @@ def make_inputs(shape: Shape, device: str = "cuda", seed: int = 0) -> dict[str, 
     raw = Inputs(shape, "B", q, k, v, g, beta, A_log, dt_bias, do, offsets)
     log_g = reference.gate(g.float(), A_log, dt_bias, LOWER_BOUND, "safe")
     log = replace(raw, form="A", g=log_g, beta=beta.float().sigmoid(), A_log=None, dt_bias=None)
-    prepared = replace(log, form="prepared", q=_normalised(q), k=_normalised(k))
+    q, k = (reference.l2norm(x.float()).bfloat16() for x in (q, k))
+    prepared = replace(log, form="prepared", q=q, k=k)
     return {x.form: x for x in (log, raw, prepared)}
-
-
-def _normalised(x: torch.Tensor) -> torch.Tensor:
-    x = x.float()
-    return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).bfloat16()
 
 
 def some_heads(H: int) -> list[int]:

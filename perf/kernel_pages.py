@@ -18,7 +18,8 @@ from typing import NamedTuple
 from kda_cute import backward, forward, ops, report
 from kda_cute.compile import KernelSpec
 from perf import results
-from perf.report import newest_by_op, where
+from perf.forms import TYPES
+from perf.report import filled, newest_by_op, where
 from perf.shapes import (
     COPY_RATE,
     MATRIX_RATE,
@@ -53,9 +54,8 @@ def _stage(name: str) -> Callable[[str], bool]:
 def kernels() -> dict[str, Kernel]:
     """Page -> its kernel."""
     chunk = Shape("one chunk", (64,), 1)
-    forms = {"A": ("f32", "log", "f32"), "B": ("bf16", "safe", "bf16")}
     transition, scan, reverse, gradients = ({} for _ in range(4))
-    for form in forms:
+    for form in TYPES:
         fwd = forward_stages(chunk, form, states=True)
         bwd = backward_stages(chunk, form)
         transition[f"forward, form {form}"] = fwd["transition"]
@@ -69,8 +69,8 @@ def kernels() -> dict[str, Kernel]:
     return {
         "transition": Kernel(
             {
-                "forward": forward.transition_spec(*forms["B"], False),
-                "backward": forward.transition_spec(*forms["B"], False, backward=True),
+                "forward": forward.transition_spec(*TYPES["B"], False),
+                "backward": forward.transition_spec(*TYPES["B"], False, backward=True),
             },
             transition,
             dict.fromkeys(("chunk_kda_fwd", "chunk_kda_bwd"), _stage("states/transition")),
@@ -200,17 +200,6 @@ TABLES: dict[str, Callable[[Kernel], str]] = {
 
 
 # ---------------------------------------------------------------- pages
-def filled(text: str, name: str, inside: str) -> str:
-    """text with what lies between a table's markers replaced; ValueError unless both are there once,
-    in order.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-        raise ValueError(f"expected one {begin} and, after it, one {end}")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{inside}\n{end}{rest.split(end)[1]}"
-
-
 def updated(text: str, kernel: Kernel, tables: Iterable[str] = TABLES) -> str:
     """A page with these tables made anew."""
     return functools.reduce(lambda t, name: filled(t, name, TABLES[name](kernel)), tables, text)

@@ -21,7 +21,7 @@ from kda_cute.layouts.plan import Plan
 from kda_cute.problem import Problem
 from perf import chunk_kda, forms, providers, run
 from perf.forms import some_heads
-from perf.shapes import Shape
+from perf.shapes import SMS, Shape
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,13 @@ STAGES = {
     "reverse_scan": ("chunk_kda_bwd", "reverse_scan"),
     "gradients": ("chunk_kda_bwd", "gradients"),
 }
-H200_SMS = 132
-FORM_OF_GATES = {"bf16": "B", "f32": "A"}  # raw gates, or their logarithms
 
 
 def form_of(selection: Selection) -> str:
     """The form of the inputs (perf.forms): the one with gates of the plan's dtype, else A."""
     default = option_defaults(selection.kernel).get("g", "f32")
-    return FORM_OF_GATES[selection.options.get("g", default)]
+    gates = selection.options.get("g", default)
+    return next(form for form, types in forms.TYPES.items() if types[0] == gates)
 
 
 def operation(selection: Selection) -> tuple[str, str]:
@@ -118,9 +117,9 @@ def operation(selection: Selection) -> tuple[str, str]:
 
 def _stage_spec(selection: Selection, shape: Shape, groups: int | None) -> kernels.KernelSpec:
     """In its default layout."""
-    types = {"A": ("f32", "log", "f32"), "B": ("bf16", "safe", "bf16")}[form_of(selection)]
+    types = forms.TYPES[form_of(selection)]
     if groups is None:
-        groups = 1 if 2 * shape.N * shape.H <= H200_SMS else 2
+        groups = 1 if 2 * shape.N * shape.H <= SMS else 2
     groups = selection.options.get("groups", groups)
     kernel, varlen = selection.kernel, shape.varlen
     if kernel == "transition":

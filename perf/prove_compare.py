@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from perf import bench, chunk_kda, compare, profiler, regression, results
+from perf import bench, chunk_kda, compare, profiler, regression, results, run
 from perf.providers import Candidate
 from perf.shapes import Shape, find_shapes, repeats_of
 
@@ -187,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shapes = find_shapes(args.shapes.split(","))
         form, _, option = args.variant.partition("/")
-        bench.check_names("variant", [form], bench.FORMS)
-        bench.check_names("variant", [option], chunk_kda.providers.OPTIONS)
+        run.check_names("variant", [form], bench.FORMS)
+        run.check_names("variant", [option], chunk_kda.providers.OPTIONS)
         if args.pairs < 1 or args.rounds < 1:
             raise ValueError("pairs and rounds must be at least 1")
     except ValueError as error:

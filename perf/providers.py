@@ -5,28 +5,28 @@ candidate says which kernels a call of it must launch, so that no fallback is ti
 """
 
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from perf.forms import LEAVES, LOWER_BOUND, SCALE, Inputs
+from kda_cute.accuracy.peers import (
+    CUDNN_PLAN,
+    Unavailable,
+    cudnn_backward,
+    cudnn_forward,
+    fla_forward,
+)
+from perf.forms import LEAVES, LOWER_BOUND, SCALE, TYPES, Inputs
 from perf.shapes import HEAD_DIM, Shape, backward_stages, forward_stages
 
 OPTIONS = ("states", "nostates")  # of this package: keep every chunk's state for the backward?
 TOLERANCE = {"kda_cute": 1e-2, "cudnn": 2e-2, "fla": 2e-2}  # relative Frobenius error
 # cuDNN's error in dg is 2.1e-2 on typical inputs.
 LOOSER = {("kda_cute", "dbeta"): 1.4e-2, ("cudnn", "dg"): 5e-2}
-CUDNN_PLAN = "kda_hopper_cuda"
 # FLA tunes itself for minutes at each number of heads.
 FLA_SHAPES = ("T8192_H96", "B4_T4096_H32")
-
-
-class Unavailable(RuntimeError):
-    """A provider that can't run here, and why."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,6 @@ def kda_cute(op, shape, inputs, options) -> list[Candidate]:
     import kda_cute as package
 
     if op == "chunk_kda_bwd":
-        if importlib.util.find_spec("kda_cute.backward") is None:
-            raise Unavailable("the backward has no kernels yet")
         parts = ("transition", "scan", "gradients")
         results, kernels = _packed_grads, Kernels(tuple(f"kernels{p}" for p in parts))
     else:
@@ -158,7 +156,7 @@ def kda_cute(op, shape, inputs, options) -> list[Candidate]:
         kernels = Kernels(("kernelstransition", "kernelsscan"), only=True)
 
     made = []
-    for form in ("A", "B"):
+    for form in TYPES:
         for option in options if form in inputs else ():
             states = option == "states"
             call = chunk_kda_call(inputs[form])
@@ -182,8 +180,7 @@ def forward_specs(forms: Sequence[str], options: Sequence[str], shapes: Sequence
     """What this package compiles for the forward on these shapes."""
     from kda_cute import forward
 
-    gates = {"A": ("f32", "log", "f32"), "B": ("bf16", "safe", "bf16")}
-    wanted = [gates[form] for form in forms]
+    wanted = [TYPES[form] for form in forms]
     varlen = {shape.varlen for shape in shapes}
     save = {option == "states" for option in options}
     specs = []
@@ -199,13 +196,6 @@ def forward_specs(forms: Sequence[str], options: Sequence[str], shapes: Sequence
 
 
 # ---------------------------------------------------------------- cuDNN
-def _import(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:  # a peer may fail in ways of its own: libraries, drivers, versions
-        raise Unavailable(f"import {module}: {type(error).__name__}: {error}") from error
-
-
 def cudnn(op, shape, inputs, options) -> list[Candidate]:
     """The Hopper engine by its plan's name, which declines rather than falls back.
 
@@ -213,11 +203,11 @@ def cudnn(op, shape, inputs, options) -> list[Candidate]:
     the backward takes prepared inputs alone.  States that are zero are given, since the engine
     would fill buffers of its own at each call.
     """
-    op_of = _import("cudnn.linear_attention.ops", "kimi_delta_attention")
+    op_of = cudnn_forward()
     x = inputs["prepared"]
     zeros = x.q.new_zeros(shape.N, shape.H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
     if op == "chunk_kda_bwd":
-        backward = torch.ops.cudnn.kimi_delta_attention_bwd.default
+        backward = cudnn_backward()
         run = functools.partial(
             backward, x.do, x.q, x.k, x.v, x.g, x.beta, x.cu_seqlens, SCALE,
             initial_state=zeros, d_final_state=zeros, plan_name=CUDNN_PLAN,
@@ -266,10 +256,10 @@ def fla(op, shape, inputs, options) -> list[Candidate]:
     """Forms A and B on two of the shapes, with FLA's defaults: the backward recomputes."""
     if shape.name not in FLA_SHAPES:
         raise Unavailable(f"tunes itself for minutes, so it runs on {', '.join(FLA_SHAPES)} only")
-    function = _import("fla.ops.kda", "chunk_kda")
+    function = fla_forward()
     kernels = Kernels(FLA_KERNELS[op])
     made = []
-    for form in ("A", "B"):
+    for form in TYPES:
         if form not in inputs:
             continue
         call = chunk_kda_call(inputs[form], offsets=torch.int64)
@@ -300,9 +290,9 @@ def why_not(provider: str) -> str:
         return "" if (major, minor) == (9, 0) else f"needs a Hopper GPU (9.0), not {major}.{minor}"
     try:
         if provider == "cudnn":
-            _import("cudnn.linear_attention.ops", "kimi_delta_attention")
+            cudnn_forward()
         if provider == "fla":
-            _import("fla.ops.kda", "chunk_kda")
+            fla_forward()
     except Unavailable as reason:
         return str(reason)
     return ""

@@ -13,14 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kda_cute.layouts import audit
+from kda_cute import machine
+from kda_cute.lab import catalogue
 from kda_cute.layouts.variants import plan
 from kda_cute.workspace import CHUNK
 from perf import compare, results, yardstick
-from perf.shapes import find_shape
-
-SMS = 132  # of an H200: more CTAs than that take turns
-BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
+from perf.shapes import SMS, find_shape
 
 
 def ops_of(run: Mapping[str, Any]) -> list[str]:
@@ -46,12 +44,7 @@ def newest_by_op(paths: Iterable[Path]) -> list[tuple[Path, dict[str, Any], list
 
 def where(path: Path, run: Mapping[str, Any]) -> str:
     """Where and when a run was made."""
-    commit, _, dirty = run["commit"].partition("-")
-    made = f"{commit[:12]}-{dirty}" if dirty else commit[:12]
-    return (
-        f"{run['gpu']}, driver {run['driver']}, torch {run['torch']}, CuTe-DSL {run['cutlass_dsl']}, "
-        f"commit {made}, {run['date'][:10]} (`{path.name}`)."
-    )
+    return f"{machine.described(run)} (`{path.name}`)."
 
 
 def tables(runs: Iterable[tuple[Path, dict[str, Any], list[str]]]) -> str:
@@ -88,28 +81,27 @@ def layout_effects(rows: Iterable[dict[str, Any]]) -> str:
             continue
         extra = _conflict_cycles(layout, precision) - _conflict_cycles("default", precision)
         seen = 1e3 * (us - base) / max(-(-n // CHUNK) for n in shape.lengths)
-        lines.append(
-            f"| {name} | {precision} | {layout} | {extra:,} cycles | {seen:.0f} ns | {us / base - 1:+.1%} |"
-        )
+        effect = (f"{extra:,} cycles", f"{seen:.0f} ns", f"{us / base - 1:+.1%}")
+        lines.append((name, precision, layout, *effect))
     if not lines:
         return ""
-    head = "| shape | precision | layout | predicted conflicts | seen | time |"
-    return "\n".join(["Layouts against `default`, per chunk:\n", head, "| --- " * 6 + "|", *lines])
+    head = ("shape", "precision", "layout", "predicted conflicts", "seen", "time")
+    return f"Layouts against `default`, per chunk:\n\n{results.table(head, lines)}"
 
 
 def _conflict_cycles(layout: str, precision: str) -> int:
-    return sum(row.extra_cycles for row in audit.audit(plan("bwd_recurrence", layout, precision)))
+    return catalogue.wavefronts(plan("bwd_recurrence", layout, precision))["conflicts"]
 
 
-def replace_between_markers(text: str, inside: str) -> str:
-    """text with what lies between the markers replaced; ValueError unless both are there once, in
-    order.
+def filled(text: str, name: str, inside: str) -> str:
+    """text with what lies between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->` replaced;
+    ValueError unless both are there once, in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ValueError(f"expected one {BEGIN} and, after it, one {END}")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ValueError(f"expected one {begin} and, after it, one {end}")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{inside}\n{end}{rest.split(end)[1]}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     old = args.target.read_text()
     try:
-        new = replace_between_markers(old, tables(runs))
+        new = filled(old, "perf", tables(runs))
     except ValueError as error:
         print(f"{args.target}: {error}", file=sys.stderr)
         return 1

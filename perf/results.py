@@ -11,23 +11,20 @@ it was measured: single calls, or medians over equal groups of consecutive ones.
 may have `variant` and `shape`.
 """
 
-import datetime
-import importlib.metadata
 import json
 import math
-import os
-import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kda_cute.machine import HEADER, surroundings
+from kda_cute.tables import markdown as table
 from perf.shapes import floor_us
 from perf.timing import Timing
 
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent / "results"
-HEADER = ("gpu", "driver", "torch", "cutlass_dsl", "commit", "date")
 TIMING = ("op", "shape", "provider", "variant", "median_us", "p20_us", "p80_us", "bytes", "flops")
 ACCURACY = ("op", "regime", "tensor", "error", "tolerance", "provider")
 OPTIONAL = {
@@ -86,54 +83,6 @@ def is_timing(row: Mapping[str, Any]) -> bool:
     raise ValueError(f"a row with keys {sorted(row)} is neither a timing nor an accuracy row")
 
 
-# ---------------------------------------------------------------- the run's surroundings
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20, cwd=FOLDER.parent
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def commit() -> str:
-    """KDA_CUTE_COMMIT, of a copy whose history is another; else HEAD, with "-dirty" when tracked
-    files differ; else "unknown".
-    """
-    named = os.environ.get("KDA_CUTE_COMMIT")
-    head = named or _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
-    if named or head is None:
-        return named or "unknown"
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return f"{head}-dirty" if changed else head
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def surroundings() -> dict[str, str]:
-    """The header of a results file for this machine."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    values = (
-        gpu,
-        driver.splitlines()[0] if driver else "unknown",
-        torch.__version__,
-        _version("nvidia-cutlass-dsl"),
-        commit(),
-        now,
-    )
-    return dict(zip(HEADER, values, strict=True))
-
-
 # ---------------------------------------------------------------- files
 def write(path: Path | str, rows: Iterable[Row], header: Mapping[str, str] | None = None) -> Path:
     """Write a results file; ValueError for a row of neither kind or a header that lacks a key."""
@@ -163,13 +112,6 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- tables
-def table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def fastest_scalar(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     """(op, shape) -> the least median of provider "scalar"."""
     best: dict[tuple[str, str], float] = {}

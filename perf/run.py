@@ -24,7 +24,7 @@ from kda_cute import compile as kernels
 from kda_cute import reference
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads, Workspace
 from perf import chunk_kda, compare, providers, results, yardstick
-from perf.forms import some_heads
+from perf.forms import TYPES, some_heads
 from perf.shapes import (
     COPY_RATE,
     SHAPES,
@@ -396,6 +396,15 @@ def show(rows: Sequence[results.Row]) -> None:
             print(f"\n{op}\n\n{compare.to_markdown(mine)}", flush=True)
 
 
+def check_names(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError unless all names are known and there is one."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"{what} {', '.join(map(repr, unknown))}: known are {', '.join(known)}")
+    if not names:
+        raise ValueError(f"{what}: none given; known are {', '.join(known)}")
+
+
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
@@ -449,8 +458,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         shapes = [find_shape(name) for name in args.shapes]
         if level_2:
-            _known("forms", args.forms, ("A", "B"))
-            _known("options", args.options, providers.OPTIONS)
+            check_names("forms", args.forms, tuple(TYPES))
+            check_names("options", args.options, providers.OPTIONS)
         else:
             candidates = package_candidates(args.variants, args.repeats)
     except ValueError as error:
@@ -476,12 +485,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, all_passed = measure([Job(args.op, shape, how) for shape in shapes], args.out)
     show(rows)
     return 0 if all_passed else 1
-
-
-def _known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise ValueError(f"{what} {','.join(names)!r}: expected some of {', '.join(known)}")
 
 
 def compile_forward(forms: Sequence[str], options: Sequence[str], shapes: Sequence[Shape]) -> None:

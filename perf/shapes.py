@@ -6,9 +6,11 @@ Level 1 is `bwd_recurrence`, with tiles of 16 tokens; level 2 is `chunk_kda`, wi
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-CHUNK, HEAD_DIM = 16, 128
-LONG_CHUNK = 64  # of level 2
+from kda_cute.factors import CHUNK as LONG_CHUNK
+from kda_cute.factors import HEAD_DIM, ROW_BYTES, record_rows
+from kda_cute.workspace import CHUNK
 
+SMS = 132  # of an H200: more CTAs than that take turns
 # Bytes per second, read + written, that a device-to-device copy reaches on an H200: floors are stated against it.
 COPY_RATE = 4.26e12
 # Floating-point operations per second that large matrix products reach there, by operands.
@@ -150,11 +152,10 @@ FORWARD_HALF_UNITS = {"transition": 4, "scan": 7}
 # dvc U^T, and pairs.
 BACKWARD_HALF_UNITS = {"transition": 3, "scan": 7, "gradients": 1 + 3 * 2 + 2 + 3}
 _HALF_UNIT_FLOPS = 2 * LONG_CHUNK * LONG_CHUNK * HEAD_DIM
-_STATE_BYTES = HEAD_DIM * HEAD_DIM * 2
-_ROWS_BYTES = LONG_CHUNK * HEAD_DIM * 2  # U, or dU, of a chunk
-_SAVED_BYTES = _STATE_BYTES + _ROWS_BYTES
-# w, kr, qd, u; mqk; qk; eg: what the transition leaves for the scan.
-_FACTOR_BYTES = LONG_CHUNK * (4 * 2 * HEAD_DIM + 2 * LONG_CHUNK + 4) + 4 * HEAD_DIM
+# Per chunk and head: state and U, or their gradients; what the transition leaves for the scan.
+_SAVED_BYTES = ROW_BYTES * record_rows("chunk")
+_FACTOR_BYTES = ROW_BYTES * record_rows("factors")
+_BACKWARD_FACTOR_BYTES = ROW_BYTES * record_rows("backward factors")
 
 
 def _input_bytes(form: str) -> int:
@@ -198,18 +199,17 @@ def forward_stages(shape: Shape, form: str, *, states: bool) -> dict[str, tuple[
 
 def backward_stages(shape: Shape, form: str) -> dict[str, tuple[int, int]]:
     """Kernel of level 2's backward, states and U given -> (bytes that it must read and write, flops)."""
-    token, chunk = 2 * HEAD_DIM, LONG_CHUNK * LONG_CHUNK * 2
+    token, inverse = 2 * HEAD_DIM, LONG_CHUNK * LONG_CHUNK * 2
     inputs = _input_bytes(form) - token  # without v
-    factors = _FACTOR_BYTES - _ROWS_BYTES  # without u
     per_token = {
         "transition": inputs,
         "scan": token,  # do
         "gradients": 2 * inputs + 2 * token,  # do; dq, dk, dg, dbeta, dv
     }
     per_chunk = {
-        "transition": factors + chunk,  # INV
-        "scan": factors + _SAVED_BYTES,  # dS, dU
-        "gradients": 2 * _SAVED_BYTES + chunk + (4 * (HEAD_DIM + 1) if form == "B" else 0),
+        "transition": _BACKWARD_FACTOR_BYTES,
+        "scan": _BACKWARD_FACTOR_BYTES - inverse + _SAVED_BYTES,  # dS, dU
+        "gradients": 2 * _SAVED_BYTES + inverse + (4 * (HEAD_DIM + 1) if form == "B" else 0),
     }
     flops = {n: shape.chunks * k * _HALF_UNIT_FLOPS for n, k in BACKWARD_HALF_UNITS.items()}
     return {

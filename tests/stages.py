@@ -12,7 +12,6 @@ from kda_cute import compile as kernel_compile
 from kda_cute.factors import CHUNK, HEAD_DIM, Factors, record_rows, slot_count, views
 
 DEVICE = "cuda"
-NAMES = {None: "none", torch.bfloat16: "bf16", torch.float32: "f32"}  # of dtypes in a Config
 SCAN_TOLERANCE = 6e-3  # relative, Frobenius
 DENSE_T = 64 * 5 + 17
 PACKED = (130, 0, 64, 1, 200)

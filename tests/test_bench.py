@@ -3,7 +3,6 @@ on a machine without a GPU.
 """
 
 import functools
-import importlib
 import json
 import sys
 
@@ -12,8 +11,8 @@ import torch
 from click.testing import CliRunner
 from test_perf import HEADER, Provider, Recorder
 
-from kda_cute.cli import bench as command
 from kda_cute.cli import main
+from kda_cute.lab import checkout
 from perf import (
     bench,
     chunk_kda,
@@ -168,18 +167,10 @@ def test_a_run_without_a_gpu_says_so(no_gpu):
 
 
 def test_without_a_checkout_the_benchmarks_are_missed(monkeypatch, tmp_path):
-    monkeypatch.setattr(command.kda_cute, "__file__", str(tmp_path / "kda_cute" / "__init__.py"))
-    real = importlib.import_module
-
-    def missing(name):
-        if name.startswith("perf"):
-            raise ModuleNotFoundError(name=name)
-        return real(name)
-
-    monkeypatch.setattr(command.importlib, "import_module", missing)
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
     done = invoke("run", "--list")
     assert done.exit_code == 2
-    assert "run from a checkout" in done.stderr
+    assert "needs a checkout of the repository" in done.stderr
 
 
 # ---------------------------------------------------------------- a run on a stand-in

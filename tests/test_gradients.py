@@ -7,12 +7,13 @@ import functools
 import pytest
 import stages
 import torch
-from stages import DEVICE, NAMES, poisoned
+from stages import DEVICE, poisoned
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference, reference_stages
 from kda_cute.accuracy.errors import rel_error
 from kda_cute.accuracy.regimes import make_problem
+from kda_cute.dtypes import NAMES
 from kda_cute.factors import HEAD_DIM, record_rows, slot_count, views
 from kda_cute.kernels import gradients
 from kda_cute.kernels.gradients import Config

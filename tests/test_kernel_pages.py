@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perf import kernel_pages, results
+from perf import kernel_pages, report, results
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -42,7 +42,7 @@ def test_times_are_those_of_a_results_file_that_the_page_names(page):
 
 
 def test_only_what_stands_between_the_markers_changes():
-    assert kernel_pages.filled(example(), "plan", "new") == example().replace("old", "new")
+    assert report.filled(example(), "plan", "new") == example().replace("old", "new")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_only_what_stands_between_the_markers_changes():
 )
 def test_a_page_without_its_markers_is_refused(text):
     with pytest.raises(ValueError, match="plan:begin"):
-        kernel_pages.filled(text, "plan", "new")
+        report.filled(text, "plan", "new")
 
 
 def row(variant, us, op="chunk_kda_bwd", **more):

@@ -14,7 +14,7 @@ import torch
 
 import kda_cute
 from kda_cute import compile as kernels
-from kda_cute import reference
+from kda_cute import machine, reference
 from kda_cute.factors import Factors
 from kda_cute.workspace import Workspace
 from perf import (
@@ -44,6 +44,7 @@ from perf.shapes import (
     forward_stages,
 )
 
+BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
 SMALL = Shape("small", (40, 0, 17), 2)
 HEADER = dict(
     gpu="NVIDIA H200",
@@ -214,17 +215,19 @@ def test_results_refuse_what_they_cannot_describe(tmp_path):
         results.read(tmp_path / "b.json")
 
 
-def test_commit_comes_from_the_environment_or_git(monkeypatch):
+def test_commit_comes_from_the_environment_git_or_the_release(monkeypatch, tmp_path):
     answers = {"rev-parse": "abc", "status": None}
-    monkeypatch.setattr(results, "_output", lambda *command: answers[command[1]])
+    monkeypatch.setattr(machine, "_output", lambda *command: answers[command[1]])
     monkeypatch.setenv("KDA_CUTE_COMMIT", "def")
-    assert results.commit() == "def"
+    assert machine.commit() == "def"
     monkeypatch.delenv("KDA_CUTE_COMMIT")
-    assert results.commit() == "abc"
+    assert machine.commit() == "abc"
     answers["status"] = " M file"
-    assert results.commit() == "abc-dirty"
+    assert machine.commit() == "abc-dirty"
     answers["rev-parse"] = None
-    assert results.commit() == "unknown"
+    assert machine.commit() == "unknown"
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit().startswith("release ")
 
 
 def test_surroundings_have_every_key():
@@ -256,7 +259,7 @@ def test_markdown_without_scalar_has_no_such_column():
 
 
 # ---------------------------------------------------------------- report
-def readme(tmp_path, text=f"head\n{report.BEGIN}\nold\n{report.END}\ntail\n"):
+def readme(tmp_path, text=f"head\n{BEGIN}\nold\n{END}\ntail\n"):
     path = tmp_path / "README.md"
     path.write_text(text)
     return path
@@ -273,8 +276,8 @@ def test_report_takes_the_newest_file_of_each_op(tmp_path, monkeypatch, capsys):
     assert "old\n" in path.read_text()
     assert report.main([str(path)]) == 0
     text = path.read_text()
-    assert text.startswith(f"head\n{report.BEGIN}\n")
-    assert text.endswith(f"\n{report.END}\ntail\n")
+    assert text.startswith(f"head\n{BEGIN}\n")
+    assert text.endswith(f"\n{END}\ntail\n")
     assert text.index("new GPU") < text.index("`bwd_recurrence`, kernel") < text.index("old GPU")
     assert text.count("`bwd_recurrence`, kernel") == text.count("`chunk_kda_fwd`, kernel") == 1
     assert report.main([str(path), "--check"]) == 0
@@ -296,7 +299,7 @@ def test_layout_effects_are_per_chunk_of_a_walk():
     assert report.layout_effects(rows[2:]) == ""
 
 
-@pytest.mark.parametrize("text", ["none", report.END + report.BEGIN, report.BEGIN * 2 + report.END])
+@pytest.mark.parametrize("text", ["none", END + BEGIN, BEGIN * 2 + END])
 def test_report_needs_its_markers(tmp_path, text, capsys):
     path = readme(tmp_path, text)
     file = results.write(tmp_path / "r.json", example_rows(), HEADER)
@@ -624,12 +627,6 @@ def test_parts_of_kernel_names_are_their_modules(name):
     """A kernel's name starts with its module's, without dots."""
     module = importlib.import_module(f"kda_cute.kernels.{name}.kernel")
     assert f"kernels{name}" in module.__name__.replace(".", "")
-
-
-def test_our_backward_is_unavailable_until_it_is_built(monkeypatch):
-    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(providers.Unavailable, match="no kernels yet"):
-        providers.make("kda_cute", "chunk_kda_bwd", DENSE, form_inputs(), ["states"])
 
 
 def test_forward_specs_are_those_of_the_run():

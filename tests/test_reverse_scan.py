@@ -10,7 +10,6 @@ import stages
 import torch
 from stages import (
     DEVICE,
-    NAMES,
     PACKED,
     SHAPES,
     assert_close,
@@ -23,6 +22,7 @@ from stages import (
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages, report
+from kda_cute.dtypes import NAMES
 from kda_cute.factors import CHUNK, HEAD_DIM, Factors, views
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import ReverseConfig

@@ -31,8 +31,6 @@ from .peers import Peer, Unavailable
 
 OPS = ("chunk_kda", "bwd_recurrence")
 PACKAGE = "kda_cute"
-
-
 RECURRENCE_REGIMES = (
     "typical+states",
     "weak+states",

@@ -9,8 +9,6 @@ A row is `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`, `pro
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import math
 import platform
@@ -18,40 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from .. import machine, tables
 from ..layouts.plan import format_table
 from .certificate import PACKAGE, Certificate, Line
 
 FILES = ("certificate.json", "certificate.md")
-
-
-# ---------------------------------------------------------------- the machine
-def surroundings() -> dict[str, str]:
-    """What a results file says of its machine; from a checkout, by the benchmarks' own function."""
-    try:
-        from perf.results import surroundings as of_benchmarks
-    except ImportError:
-        pass
-    else:
-        return of_benchmarks()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {
-        "gpu": gpu,
-        "driver": "unknown",
-        "torch": torch.__version__,
-        "cutlass_dsl": _version("nvidia-cutlass-dsl"),
-        "commit": f"release {_version('kda-cute')}",
-        "date": now,
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 # ---------------------------------------------------------------- tables
@@ -114,14 +83,11 @@ def notes(certificate: Certificate) -> list[str]:
 
 def markdown(certificate: Certificate, head: Mapping[str, str]) -> str:
     """The whole certificate."""
-    machine = head["gpu"] if head["gpu"] != "none" else f"no GPU ({platform.machine()})"
-    named, _, dirty = head["commit"].partition("-")
-    commit = f"{named[:12]}-{dirty}" if dirty else named[:40]
+    gpu = f"no GPU ({platform.machine()})" if head["gpu"] == machine.NO_GPU else head["gpu"]
     parts = [
         "# Accuracy certificate",
         f"**{summary(certificate)}**",
-        f"{machine}, driver {head['driver']}, torch {head['torch']}, CuTe-DSL "
-        f"{head['cutlass_dsl']}, commit {commit}, {head['date']}.",
+        f"{machine.described({**head, 'gpu': gpu})}.",
         *(f"- {note}" for note in notes(certificate)),
         "Errors are relative Frobenius norms against a float64 oracle, the worst of all seeds and "
         "forms of the call; those of dA_log and ddt_bias are relative to the larger of the sum and "
@@ -130,13 +96,8 @@ def markdown(certificate: Certificate, head: Mapping[str, str]) -> str:
     head_row, rows = table_rows(certificate.lines)
     for op in dict.fromkeys(row[0] for row in rows):
         body = [row[1:] for row in rows if row[0] == op]
-        parts += [f"## `{op}`", _markdown_table(head_row[1:], body)]
+        parts += [f"## `{op}`", tables.markdown(head_row[1:], body)]
     return "\n\n".join(parts) + "\n"
-
-
-def _markdown_table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # ---------------------------------------------------------------- JSON
@@ -183,7 +144,7 @@ def as_object(certificate: Certificate, head: Mapping[str, str]) -> dict[str, An
 def write(certificate: Certificate, folder: Path) -> list[Path]:
     """Write FILES into a folder, which is made; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = surroundings()
+    head = machine.surroundings()
     texts = (
         json.dumps(as_object(certificate, head), indent=1, allow_nan=False) + "\n",
         markdown(certificate, head),

@@ -1,4 +1,4 @@
-"""Who else computes `chunk_kda`, measured as this package is: FLA, and cuDNN's front end.
+"""Who else computes `chunk_kda`: FLA and cuDNN's front end, found and measured as this package is.
 
 Both are optional, imported here alone and when asked for; why one can't be measured is said by
 `Unavailable`.
@@ -49,9 +49,29 @@ def _import(module: str, name: str) -> Any:
         raise Unavailable(f"import {module}: {type(error).__name__}: {error}") from error
 
 
+def fla_forward() -> Callable[..., Any]:
+    """FLA's `chunk_kda`; Unavailable without it."""
+    return _import("fla.ops.kda", "chunk_kda")
+
+
+def cudnn_forward() -> Callable[..., Any]:
+    """The front end's forward operator; Unavailable without it."""
+    return _import("cudnn.linear_attention.ops", "kimi_delta_attention")
+
+
+def cudnn_backward() -> Callable[..., Any]:
+    """The front end's backward operator, once `cudnn_forward` has imported it; Unavailable where it
+    has none.
+    """
+    try:
+        return torch.ops.cudnn.kimi_delta_attention_bwd.default
+    except AttributeError as error:  # an older front end
+        raise Unavailable(f"no backward operator: {error}") from error
+
+
 def fla() -> Peer:
     """FLA's call, with the arguments of this package's."""
-    function = _import("fla.ops.kda", "chunk_kda")
+    function = fla_forward()
 
     def chunk_kda(**call):
         cu_seqlens = call.pop("cu_seqlens", None)
@@ -66,11 +86,7 @@ def cudnn() -> Peer:
     """The Hopper engine.  Its backward takes prepared inputs alone (q and k normalised, the gate's
     value, b), so both directions get those, and are held to the oracle of the same inputs.
     """
-    forward = _import("cudnn.linear_attention.ops", "kimi_delta_attention")
-    try:
-        backward = torch.ops.cudnn.kimi_delta_attention_bwd.default
-    except AttributeError as error:  # an older front end
-        raise Unavailable(f"no backward operator: {error}") from error
+    forward, backward = cudnn_forward(), cudnn_backward()
 
     def run(case, device):
         if "states" in case.regime.split("+"):

@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-import kda_cute
-
-
-class Undone(click.ClickException):
-    """It could not be done, and why."""
-
-    exit_code = 2
-
-
-def _perf(module: str) -> Any:
-    """A module of the repository's benchmarks, which are not installed."""
-    try:
-        return importlib.import_module(f"perf.{module}")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("perf"):
-            raise
-    # Of an editable installation, the checkout is known.
-    root = Path(kda_cute.__file__).resolve().parent.parent
-    if (root / "perf" / "results.py").is_file():
-        sys.path.insert(0, str(root))
-        sys.modules.pop("perf", None)  # another package of that name
-        importlib.invalidate_caches()
-        return importlib.import_module(f"perf.{module}")
-    raise Undone("the benchmarks are not installed: run from a checkout of the repository")
-
-
-@contextlib.contextmanager
-def _errors(*kinds: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except kinds as error:
-        raise Undone(str(error)) from error
-
-
-def _words(_: click.Context, __: click.Parameter, text: str | None) -> list[str] | None:
-    return None if text is None else [word for word in text.split(",") if word]
+from .common import Undone, perf, undone, words
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -66,11 +29,11 @@ def bench() -> None:
 
 @bench.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
-@click.option("--shapes", callback=_words, help="Names, or the groups all and scaling.")
-@click.option("--providers", callback=_words, help="kda_cute, cudnn, fla, scalar  [kda_cute,cudnn]")
-@click.option("--forms", callback=_words, help="Of level 2: A, B  [A,B]")
-@click.option("--options", callback=_words, help="Of level 2: states, nostates  [both]")
-@click.option("--variants", callback=_words, help="Of level 1: PRECISION/LAYOUT,...")
+@click.option("--shapes", callback=words, help="Names, or the groups all and scaling.")
+@click.option("--providers", callback=words, help="kda_cute, cudnn, fla, scalar  [kda_cute,cudnn]")
+@click.option("--forms", callback=words, help="Of level 2: A, B  [A,B]")
+@click.option("--options", callback=words, help="Of level 2: states, nostates  [both]")
+@click.option("--variants", callback=words, help="Of level 1: PRECISION/LAYOUT,...")
 @click.option("--rounds", type=int, help="Timed calls; short ones get up to 8 times as many.  [60]")
 @click.option("--out", type=click.Path(dir_okay=False), help="Results file to write.")
 @click.option("--list", "only_list", is_flag=True, help="Say what there is, and run nothing.")
@@ -85,12 +48,12 @@ def run(ops, shapes, providers, forms, options, variants, rounds, out, only_list
     \b
     kda-cute bench run chunk_kda_fwd --shapes T8192_H96,var6_H64 --out new.json
     """
-    benches = _perf("bench")
+    benches = perf("bench")
     if only_list:
         found = benches.listing()
         click.echo(json.dumps(found) if as_json else benches.listing_text(found))
         return
-    with _errors(ValueError, benches.Impossible):
+    with undone(ValueError, benches.Impossible):
         jobs, left_out = benches.make_jobs(
             ops or benches.OPS,
             **_given(
@@ -101,7 +64,7 @@ def run(ops, shapes, providers, forms, options, variants, rounds, out, only_list
         benches.need_gpu()
     from tqdm import tqdm
 
-    runner, results = _perf("run"), _perf("results")
+    runner, results = perf("run"), perf("results")
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         for reason in left_out:
             print(f"skipped: {reason}", file=sys.stderr)
@@ -123,7 +86,7 @@ def run(ops, shapes, providers, forms, options, variants, rounds, out, only_list
 @click.argument("new")
 @click.option("--tolerance", type=float, help="Relative, of a row's time.  [0.02]")
 @click.option("--confidence", type=float, help="Of all rows together.  [0.99]")
-@click.option("--providers", callback=_words, help="Decide their rows only.  [all]")
+@click.option("--providers", callback=words, help="Decide their rows only.  [all]")
 @click.option("--json", "as_json", is_flag=True, help="The decision as JSON on stdout.")
 def compare(base, new, tolerance, confidence, providers, as_json) -> None:
     """Decide for each row whether NEW is slower than BASE; exit code 1 if one is, or if one failed
@@ -135,8 +98,8 @@ def compare(base, new, tolerance, confidence, providers, as_json) -> None:
     \b
     kda-cute bench compare h200 new.json
     """
-    benches, regression, results = _perf("bench"), _perf("regression"), _perf("results")
-    with _errors(ValueError, OSError, benches.Impossible):
+    benches, regression, results = perf("bench"), perf("regression"), perf("results")
+    with undone(ValueError, OSError, benches.Impossible):
         paths = [benches.find_results(name) for name in (base, new)]
         found = regression.compare(
             *(results.read(path) for path in paths),
@@ -164,8 +127,8 @@ def report(files, out, kind, as_json) -> None:
     \b
     kda-cute bench report perf/results/*.json --out docs/figures
     """
-    benches, page = _perf("bench"), _perf("page")
-    with _errors(ValueError, OSError, ImportError, benches.Impossible):
+    benches, page = perf("bench"), perf("page")
+    with undone(ValueError, OSError, ImportError, benches.Impossible):
         paths = [benches.find_results(name) for name in files]
         written = page.write(paths, Path(out), kind)
     click.echo(

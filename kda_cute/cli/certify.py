@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import torch
 from tqdm import tqdm
 
 from ..accuracy import certificate, document, peers
-
-HOPPER = (9, 0)
-
-
-def missing_gpu() -> str | None:
-    """Why the kernels can't run here; None where they can."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    found = torch.cuda.get_device_capability()
-    if found != HOPPER:
-        return (
-            f"the GPU has compute capability {found[0]}.{found[1]}, the kernels need 9.0 (Hopper)"
-        )
-    return None
+from ..lab import doctor
+from .common import words
 
 
 @click.command()
@@ -43,7 +31,7 @@ def missing_gpu() -> str | None:
     help="Default: kernels on a Hopper GPU, the float64 reference elsewhere.",
 )
 @click.option("--peers", "with_peers", is_flag=True, help="Measure FLA and cuDNN beside it.")
-@click.option("--regimes", help="Some regimes only, by name, with commas between.")
+@click.option("--regimes", callback=words, help="Some regimes only, by name, with commas between.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -63,14 +51,15 @@ def certify(quick, ops, backend, with_peers, regimes, out, as_json):
     Without a Hopper GPU it certifies the float64 reference, and says so. Exit code 1 when a tensor
     misses its tolerance (NaN always does), 2 when it could not be measured.
     """
-    reason = missing_gpu()
+    reason = doctor.why_not_here()
     if backend == "kernels" and reason:
         raise click.UsageError(f"--backend kernels: {reason}")
     backend = backend or ("reference" if reason else "kernels")
     ops = ops or certificate.OPS
-    chosen = _regimes(regimes, ops)
+    if regimes is not None:
+        _check_regimes(regimes, ops)
     form = "quick" if quick else "full"
-    total = sum(len(certificate.cases(op, form, backend, chosen)) for op in ops)
+    total = sum(len(certificate.cases(op, form, backend, regimes)) for op in ops)
     found, skipped = [], {}
     if with_peers and "chunk_kda" in ops:
         if reason:
@@ -83,7 +72,7 @@ def certify(quick, ops, backend, with_peers, regimes, out, as_json):
             ops=ops,
             backend=backend,
             device="cpu" if reason else "cuda",
-            chosen=chosen,
+            chosen=regimes,
             peers=found,
             progress=lambda case: bar.update(),
         )
@@ -101,15 +90,11 @@ def certify(quick, ops, backend, with_peers, regimes, out, as_json):
     sys.exit(int(bool(made.misses)))
 
 
-def _regimes(text: str | None, ops) -> list[str] | None:
-    """The chosen regimes; a usage error names one that no chosen op has."""
-    if text is None:
-        return None
-    chosen = [name.strip() for name in text.split(",") if name.strip()]
+def _check_regimes(chosen: Sequence[str], ops: Sequence[str]) -> None:
+    """A usage error names a regime that no chosen op has."""
     known = dict.fromkeys(name for op in ops for name in certificate.regimes(op))
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         raise click.UsageError(
             f"--regimes: {', '.join(unknown) or 'nothing'} is not among {', '.join(known)}"
         )
-    return chosen

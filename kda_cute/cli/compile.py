@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-CANNOT = 2  # exit code: it could not be done
+from .common import Undone, need_kernels
 
 
 @click.command("compile")
@@ -72,7 +72,7 @@ def compile(
         specs = _specs(ops, kernels, layouts, where)
         folder = Path(out) if out else kernel_compile.named_folder()
         if warmup:
-            _need_gpu()
+            need_kernels("--warmup loads kernels")
         if dry_run:
             _plan(specs, folder, arch, as_json)
             return
@@ -85,13 +85,11 @@ def compile(
             os.environ["KDA_CUTE_CACHE"] = str(folder)  # where `load` looks, in this process
             with _bar("loading", len(specs)) as bar:
                 prebuilt.warm_up(specs, progress=lambda spec: bar.update())
-    except BrokenExecutor:
+    except BrokenExecutor as error:
         message = "a compiling process died, for want of memory perhaps: fewer --jobs need less"
-        click.echo(f"error: {message}", err=True)
-        sys.exit(CANNOT)
+        raise Undone(message) from error
     except (ValueError, OSError, ImportError, kernel_compile.CompileError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(CANNOT)
+        raise Undone(str(error)) from error
     if any(entry["registers"] is None for entry in manifest["kernels"]):
         click.echo("registers are not reported: nvdisasm not found", err=True)
     if as_json:
@@ -118,14 +116,6 @@ def _specs(ops: Sequence[str], kernels, layouts, where) -> list:
         layouts=layouts or ("default",),
         where=where,
     )
-
-
-def _need_gpu() -> None:
-    from ..lab import doctor
-
-    why = doctor.why_no_kernels(doctor.gather())
-    if why:
-        raise ValueError(f"--warmup loads kernels: {why}")
 
 
 def _plan(specs: Sequence, folder: Path, arch: str, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -14,8 +15,7 @@ from ..lab import catalogue, draw, stack
 from ..layouts import audit as auditor
 from ..layouts.plan import Plan, format_table
 from ..layouts.tile import LayoutError
-
-CANNOT = 2  # exit code: it could not be done
+from .common import Undone, need_kernels, perf
 
 _kernel = click.argument("kernel")
 _layout = click.option(
@@ -52,8 +52,7 @@ def _found(make: Callable[..., Any], *arguments: Any) -> Any:
         click.echo(f"this plan cannot be: {error}", err=True)
         sys.exit(1)
     except ValueError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(CANNOT)
+        raise Undone(str(error)) from error
 
 
 def _plan(kernel: str, layout: str, precision: str | None, options: tuple[str, ...]) -> Plan:
@@ -143,8 +142,8 @@ def audit(kernel: str, layout: str, precision, options, conflicts: bool, as_json
     """
     plan = _plan(kernel, layout, precision, options)
     rows, problems = auditor.audit(plan), auditor.legality(plan)
-    extra = sum(row.extra_cycles for row in rows)
-    ideal = sum(row.ideal * row.count for row in rows)
+    predicted = catalogue.wavefronts(plan)
+    extra, ideal = predicted["conflicts"], predicted["all"] - predicted["conflicts"]
     shown = [row for row in rows if row.actual > row.ideal] if conflicts else rows
     if as_json:
         found = {
@@ -251,33 +250,18 @@ def compare(
     chosen = chosen or selection.layouts
     for name in chosen:
         _found(selection.plan, name, precision)
-    missing = _without_gpu()
-    if missing:
-        click.echo(f"error: compare runs kernels: {missing}", err=True)
-        sys.exit(CANNOT)
+    need_kernels("compare runs kernels")
     sys.exit(_compare(selection, chosen, precision, shape, repeats, as_json))
 
 
-def _without_gpu() -> str:
-    from ..lab import doctor
-
-    return doctor.why_no_kernels(doctor.gather())
-
-
 def _compare(selection, chosen, precision, shape: str, repeats: int, as_json: bool) -> int:
-    from ..lab.checkout import perf
-
-    try:
-        measure, one_kernel, shapes = (perf(n) for n in ("layouts", "one_kernel", "shapes"))
-    except FileNotFoundError as error:
-        click.echo(f"error: {error}", err=True)
-        return CANNOT
+    measure, one_kernel, shapes = (perf(n) for n in ("layouts", "one_kernel", "shapes"))
     where = _found(shapes.find_shape, shape)
     from .. import compile as kernel_compile
     from .. import report
 
     specs = one_kernel.specs(selection, chosen, where, precision)
-    say = lambda words: click.echo(words, err=True)  # noqa: E731
+    say = functools.partial(click.echo, err=True)
     say(f"compiling {len(specs)} configurations, where the cache has none, 4 to 12 s each")
     for spec in specs:
         try:

@@ -119,16 +119,15 @@ def _row(selection: Selection, layout: str, precision: str) -> Row:
     names = (selection.kernel, layout, precision, wide)
     try:
         plan = selection.plan(layout, precision)
-        found, problems = audit.audit(plan), audit.legality(plan)
+        predicted, problems = wavefronts(plan), audit.legality(plan)
     except LayoutError as error:
         return Row(*names, None, None, None, None, str(error))
-    extra = sum(row.extra_cycles for row in found)
     return Row(
         *names,
         plan.total_bytes,
         plan.ctas_per_sm,
-        extra + sum(row.ideal * row.count for row in found),
-        extra,
+        predicted["all"],
+        predicted["conflicts"],
         problems[0] if problems else "",
     )
 

@@ -6,17 +6,16 @@ machine can be judged anywhere.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
-import subprocess
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import compile as kernel_compile
+from .. import machine
 
 CAPABILITY = (9, 0)
 LEAST_DRIVER = 580  # of CUDA 13, in which the kernels are compiled
@@ -84,41 +83,32 @@ def gather() -> Facts:
         kernel_compile.dsl_version()
     except kernel_compile.CompileError as error:
         dsl_problem = str(error)
-    if not dsl_problem and not _version("apache-tvm-ffi"):
+    if not dsl_problem and not machine.version("apache-tvm-ffi"):
         dsl_problem = "apache-tvm-ffi is not installed; kernels are compiled and called through it"
     return Facts(
         system=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         python=platform.python_version(),
-        kda_cute=_version("kda-cute"),
+        kda_cute=machine.version("kda-cute"),
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
-        driver=_driver(),
+        driver=machine.driver(),
         gpus=gpus,
         gpu_problem=gpu_problem,
-        dsl=_version("nvidia-cutlass-dsl"),
+        dsl=machine.version("nvidia-cutlass-dsl"),
         dsl_pin=", ".join(kernel_compile.DSL_VERSIONS),
         dsl_problem=dsl_problem,
-        tvm_ffi=_version("apache-tvm-ffi"),
+        tvm_ffi=machine.version("apache-tvm-ffi"),
         nvdisasm=_nvdisasm(),
         cache=cache(kernel_compile.named_folder()),
         peers={name: _peer(*where) for name, where in PEERS.items()},
     )
 
 
-def _version(*distributions: str) -> str:
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
-
-
 def _peer(module: str, distributions: Sequence[str]) -> str:
     """Its version; "found" without one; empty when it isn't there.  Imports nothing."""
     if importlib.util.find_spec(module) is None:
         return ""
-    return _version(*distributions) or "found"
+    return machine.version(*distributions) or "found"
 
 
 def _gpus(torch: Any) -> tuple[tuple[Gpu, ...], str]:
@@ -140,15 +130,6 @@ def _gpus(torch: Any) -> tuple[tuple[Gpu, ...], str]:
     return tuple(found), ""
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.split("\n")[0].strip()
-
-
 def _nvdisasm() -> str:
     try:
         return kernel_compile.nvdisasm()
@@ -165,6 +146,11 @@ def cache(folder: Path) -> Cache:
 
 
 # ---------------------------------------------------------------- judging
+def why_not_here() -> str:
+    """Why no kernel runs on this machine; empty when they do."""
+    return why_no_kernels(gather())
+
+
 def why_no_kernels(facts: Facts) -> str:
     """Why no kernel runs here; empty when they do."""
     if facts.gpu_problem:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import compile as kernel_compile
+from .. import machine
 from ..compile import KernelSpec
 
 MANIFEST = "manifest.json"
@@ -112,9 +112,9 @@ def build(
     )
     head = {
         "arch": arch,
-        "kda_cute": _version("kda-cute"),
+        "kda_cute": machine.version("kda-cute") or machine.UNKNOWN,
         "cutlass_dsl": kernel_compile.dsl_version(),
-        "tvm_ffi": _version("apache-tvm-ffi"),
+        "tvm_ffi": machine.version("apache-tvm-ffi") or machine.UNKNOWN,
     }
     entries = {entry["file"]: entry for entry in _earlier(folder, head)}
     for spec, path in zip(specs, paths, strict=True):
@@ -134,13 +134,6 @@ def _earlier(folder: Path, head: Mapping[str, str]) -> list[dict[str, Any]]:
         return [x for x in found["kernels"] if (folder / x["file"]).exists()] if same else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _entry(spec: KernelSpec, path: Path, arch: str) -> dict[str, Any]:
