@@ -249,9 +249,11 @@ def roofline(op: str, rows: Sequence[Row]) -> Any:
     axis.plot([low, ridge], [low * COPY_RATE / 1e12, highest / 1e12], color=INK)
     for kind, roof in roofs.items():
         axis.plot([roof / COPY_RATE, high], [roof / 1e12, roof / 1e12], color=INK)
+        above = roof == highest  # below the lower one, where the slope doesn't cross the words
         axis.text(
-            high, roof / 1e12 * 1.05, f"{kind} products: {roof / 1e12:.0f} TFLOP/s", ha="right",
-            va="bottom",
+            high, roof / 1e12 * (1.05 if above else 0.95),
+            f"{kind} products: {roof / 1e12:.0f} TFLOP/s", ha="right",
+            va="bottom" if above else "top",
         )  # fmt: skip
     slope = ridge / 2  # beside the slope, where no point can be
     axis.text(
