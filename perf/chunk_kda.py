@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kda_cute.accuracy.errors import rel_error
 from perf import compare, profiler, providers, results, yardstick
 from perf.forms import REGIME, Inputs, expected, make_inputs, some_heads
 from perf.profiler import Call
@@ -45,13 +46,8 @@ def make_candidates(
 def errors(
     got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], heads: Sequence[int]
 ) -> dict[str, float]:
-    """Relative Frobenius error of each expected tensor on some heads; absolute where it is all 0."""
-    found = {}
-    for name, right in want.items():
-        difference = got[name][:, list(heads)].double() - right
-        error, size = (torch.linalg.vector_norm(x).item() for x in (difference, right))
-        found[name] = error / size if size else error
-    return found
+    """Relative Frobenius error of each expected tensor on some heads; NaN where one is not finite."""
+    return {name: rel_error(got[name][:, list(heads)], right) for name, right in want.items()}
 
 
 def gate(

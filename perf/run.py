@@ -22,6 +22,7 @@ import torch
 
 from kda_cute import compile as kernels
 from kda_cute import reference
+from kda_cute.accuracy.errors import rel_error
 from kda_cute.workspace import HEAD_DIM, RecurrenceGrads, Workspace
 from perf import chunk_kda, compare, providers, results, yardstick
 from perf.forms import TYPES, some_heads
@@ -146,8 +147,6 @@ def errors(
 ) -> dict[str, float]:
     """Relative Frobenius error of each result; dkd, dqd, dki, dkr times their partners, which
     undoes the decay.
-
-    The absolute error where all of the expected result is 0.
     """
     found = {}
     for name, want in expected._asdict().items():
@@ -155,9 +154,7 @@ def errors(
         if name in PARTNER:
             partner = getattr(workspace, PARTNER[name]).double()
             got, want = got * partner, want * partner
-        error = torch.linalg.vector_norm(got - want).item()
-        size = torch.linalg.vector_norm(want).item()
-        found[name] = error / size if size else error
+        found[name] = rel_error(got, want)
     return found
 
 

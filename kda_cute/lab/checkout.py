@@ -20,5 +20,5 @@ def perf(module: str) -> ModuleType:
             "installed with pip install -e"
         )
     if str(ROOT) not in sys.path:  # a console script has its own folder there instead
-        sys.path.append(str(ROOT))
+        sys.path.insert(0, str(ROOT))  # before other packages of that name
     return importlib.import_module(f"perf.{module}")
