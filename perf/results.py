@@ -7,8 +7,9 @@ A timing row has `op`, `shape`, `provider`, `variant`, `median_us`, `p20_us`, `p
 were wrong.  Where its times are sums over the kernels of a call, it may have `wall_us` (between
 events around the call) and `host_us` (until the call returns), both medians of eager calls.
 `samples_us`, which `perf.regression` decides from, has what the median is of, in the order in which
-it was measured: single calls, or medians over equal groups of consecutive ones.  An accuracy row has `op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`, `provider`, and
-may have `variant` and `shape`.
+it was measured: single calls, or medians over equal groups of consecutive ones.  An accuracy row has
+`op`, `regime`, `tensor`, `error` (null: not finite), `tolerance`, `provider`, and may have `variant`
+and `shape`.
 """
 
 import json
