@@ -426,7 +426,8 @@ def scan_accesses(plan: Plan) -> list[Access]:
     Left out: bulk copies, operands of wgmma, and rows of a last chunk that is not full.
     """
     accesses, adder = collector(plan)
-    groups = next(plan[name].stages for name in ("o", "dU") if name in plan)
+    loaded = next(plan[name] for name in ("u", "do") if name in plan)
+    groups = loaded.stages // plan["w"].stages
     add = adder("consumer", 4 * groups)
     add("eg", "eg", "lds64", per_column(), 16, grid((0,), WIDE))
     add("qk", "qk", "lds64", per_column(), 8, grid((0,), range(0, 64, 8)))

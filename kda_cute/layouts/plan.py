@@ -136,7 +136,7 @@ class Plan:
         ]
         title = (
             f"{self.name}: {self.total_bytes} of {self.limit} bytes, "
-            f"{self.ctas_per_sm} CTA per SM, steps {' > '.join(self.steps)}"
+            f"{self.ctas_per_sm} CTA{'s' if self.ctas_per_sm > 1 else ''} per SM, steps {' > '.join(self.steps)}"
         )
         return title + "\n" + format_table(head, rows)
 

@@ -436,6 +436,7 @@ def step(acc, a, b):
 
 
 def operand(words, shape):
+    """Words of two bf16 each, in the order of the hardware's registers, as an operand of this shape."""
     fragment = cute.make_rmem_tensor((len(words),), Int32)
     for i in range(len(words)):
         fragment[i] = words[i]

@@ -25,7 +25,7 @@ class Cta:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the consumers, and a warpgroup whose first warp is the producer."""
+        """Threads of a CTA: the consumers, and a warpgroup that holds the producer and the storers."""
         return GROUP * (self.groups + 1)
 
     @property
