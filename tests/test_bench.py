@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from test_perf import HEADER, Provider, Recorder
+from gpu_stand_in import HEADER, SMALL, Provider, seeming_gpu
 
 from kda_cute.cli import main
 from kda_cute.lab import checkout
@@ -27,9 +27,8 @@ from perf import (
     yardstick,
 )
 from perf import run as runner
-from perf.shapes import SCALING, SHAPES, Shape, find_shape, find_shapes, repeats_of
+from perf.shapes import SCALING, SHAPES, find_shape, find_shapes, repeats_of
 
-SMALL = Shape("small", (40, 0, 17), 2)
 FWD, BWD = compare.OPS
 COMMITTED = sorted(results.FOLDER.glob("*.json"))
 
@@ -177,21 +176,7 @@ def test_without_a_checkout_the_benchmarks_are_missed(monkeypatch, tmp_path):
 @pytest.fixture
 def device(monkeypatch):
     """A machine that seems to have a GPU; its kernels are 1, 2, .. us long, in turn."""
-    made, make_inputs = Recorder(), chunk_kda.make_inputs
-    monkeypatch.setitem(SHAPES, "small", SMALL)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(results, "surroundings", lambda: HEADER)
-    monkeypatch.setattr(runner, "compile_forward", lambda *_: None)
-    monkeypatch.setattr(chunk_kda, "make_inputs", lambda shape: make_inputs(shape, "cpu"))
-    sticks = {n: functools.partial(made.launch, n) for n in ("copy", "matmul")}
-    monkeypatch.setattr(yardstick, "make", lambda: sticks)
-    monkeypatch.setattr(
-        profiler,
-        "kernel_calls",
-        functools.partial(profiler.kernel_calls, fence=lambda: made.launch("fence"), recorder=made),
-    )
+    made = seeming_gpu(monkeypatch, SMALL)
     monkeypatch.setattr(
         chunk_kda, "interleaved", lambda runs, **_: dict.fromkeys(runs, timing.Timing((1.0,)))
     )

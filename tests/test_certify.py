@@ -81,6 +81,11 @@ def with_do_ignored(**call):
     return with_gradient(o, 0.0), state
 
 
+def with_dfinal_state_ignored(**call):
+    o, state = chunk_kda(**call)
+    return o, with_gradient(state, 0.0)
+
+
 def with_nan_in_dv(**call):
     return chunk_kda(**call | dict(v=with_gradient(call["v"], math.nan)))
 
@@ -92,6 +97,7 @@ FAULTS = {  # what is planted: the case, and tensors that must miss and that mus
     with_zero_dA_log: (SMALL, {"dA_log"}, {"o", "S_T", "dq", "dk", "dg", "ddt_bias", "dS0"}),
     with_zeros_in_o: (SMALL, {"o"}, {"S_T", "dq", "dk", "dv", "dg", "dA_log"}),
     with_do_ignored: (SMALL, {"dq", "dk", "dv", "dg", "dbeta", "dA_log", "dS0"}, {"o", "S_T"}),
+    with_dfinal_state_ignored: (SMALL, {"dk", "dv", "dg", "dbeta", "dS0"}, {"o", "S_T", "dq"}),
     with_nan_in_dv: (SMALL, {"dv"}, {"o", "S_T", "dq", "dk", "dg", "dA_log"}),
 }
 

@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from gpu_stand_in import HEADER, SMALL, STICKS, Provider, Recorder, seeming_gpu
 
 import kda_cute
 from kda_cute import compile as kernels
@@ -45,15 +46,6 @@ from perf.shapes import (
 )
 
 BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
-SMALL = Shape("small", (40, 0, 17), 2)
-HEADER = dict(
-    gpu="NVIDIA H200",
-    driver="580.1",
-    torch="2.11.0",
-    cutlass_dsl="4.8.1",
-    commit="0123456789abcdef",
-    date="2030-01-02T03:04:05+00:00",
-)
 
 
 # ---------------------------------------------------------------- shapes
@@ -382,9 +374,6 @@ def test_command_line_refuses_unknown_names(capsys):
         assert args[1] in capsys.readouterr().err
 
 
-STICKS = ("copy", "matmul")
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
     """A machine that seems to have a GPU, and an op that is the reference: wrong in bf16, unknown layouts raise."""
@@ -547,21 +536,6 @@ def test_calls_are_what_the_gate_expects(shape, form):
 
 
 # ---------------------------------------------------------------- level 2: profiler
-class Recorder:
-    """A device whose kernels are what candidates and fence append to `ran`: 1, 2, .. us long."""
-
-    def __init__(self):
-        self.ran = []
-
-    def launch(self, *names):
-        self.ran += names
-
-    def __call__(self, function):
-        self.ran.clear()
-        function()
-        return [profiler.Event(n, float(i), i + 1.0) for i, n in enumerate(self.ran)]
-
-
 def test_kernel_calls_belong_to_candidates():
     device = Recorder()
     candidates = {
@@ -716,52 +690,10 @@ def test_fla_is_called_as_we_are(monkeypatch):
 
 
 # ---------------------------------------------------------------- level 2: a run
-class Provider:
-    """Candidates that return float64's results times `factor`, and launch `kernels`."""
-
-    def __init__(self, device, name, *variants, factor=1.0, kernels=("mine",), raises=None):
-        self.device, self.name, self.variants = device, name, variants
-        self.factor, self.kernels, self.raises = factor, kernels, raises
-        self.calls = 0
-
-    def __call__(self, op, shape, inputs, options):
-        return [self.candidate(op, variant, inputs) for variant in self.variants]
-
-    def candidate(self, op, variant, inputs):
-        form = variant.split("/")[0]
-        want = forms.expected(op, inputs[form], range(inputs[form].shape.H))
-
-        def run():
-            self.calls += 1
-            if self.raises:
-                raise self.raises
-            self.device.launch(*self.kernels)
-            return {name: t * self.factor for name, t in want.items()}
-
-        return providers.Candidate(
-            self.name, variant, run, lambda out: out, providers.Kernels(("mine",)),
-            stages={"mine": (4_260_000, 0)} if self.name == "kda_cute" else {},
-            host=self.name == "kda_cute",
-        )  # fmt: skip
-
-
 @pytest.fixture
 def level_2(monkeypatch):
     """Run level 2 on a machine that seems to have a GPU: level_2({name: Provider}, *arguments)."""
-    device, make_inputs = Recorder(), chunk_kda.make_inputs
-    monkeypatch.setitem(SHAPES, "small", SMALL)
-    monkeypatch.setitem(SHAPES, "dense", DENSE)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(results, "surroundings", lambda: HEADER)
-    monkeypatch.setattr(run, "compile_forward", lambda *_: None)
-    monkeypatch.setattr(chunk_kda, "make_inputs", lambda shape: make_inputs(shape, "cpu"))
-    sticks = {name: functools.partial(device.launch, name) for name in STICKS}
-    monkeypatch.setattr(yardstick, "make", lambda: sticks)
-    fence = lambda: device.launch("fence")  # noqa: E731
-    seen = functools.partial(profiler.kernel_calls, fence=fence, recorder=device)
-    monkeypatch.setattr(profiler, "kernel_calls", seen)
+    device = seeming_gpu(monkeypatch, SMALL, DENSE)
     fake_time = functools.partial(timing.interleaved, flush=lambda: None, clock=Clock([]))
     monkeypatch.setattr(chunk_kda, "interleaved", fake_time)
 

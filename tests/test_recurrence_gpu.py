@@ -19,17 +19,6 @@ pytestmark = pytest.mark.gpu
 PRECISIONS = ("tf32", "bf16")
 LAYOUTS = ("default", "padded")
 RAGGED = (1, 15, 16, 17, 31, 63, 1000, 0)
-REGIMES = (
-    "typical+states",
-    "weak+states",
-    "strong+states",
-    "mixed+states",
-    "burst+states",
-    "typical+beta0+states",
-    "typical+beta1+states",
-    "typical+betam200+states",
-    "typical+betam200",
-)
 
 
 class Case(NamedTuple):
@@ -119,7 +108,7 @@ def case_and_reference(regime, seed):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("seed", (0, 1, 2))
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", accuracy.REGIMES)
 def test_accuracy(regime, seed, precision, layout):
     case, ref = case_and_reference(regime, seed)
     compared = case.check(case.run(precision, layout), precision, ref)

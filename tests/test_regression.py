@@ -5,19 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from gpu_stand_in import HEADER
 
 from perf import compare, regression, report, results, yardstick
 from perf.shapes import find_shape, repeats_of
 from perf.timing import Timing
 
-HEADER = dict(
-    gpu="NVIDIA H200",
-    driver="580.1",
-    torch="2.11.0",
-    cutlass_dsl="4.8.1",
-    commit="0123456789abcdef",
-    date="2030-01-02T03:04:05+00:00",
-)
 OP, SHAPE = "chunk_kda_fwd", "T8192_H96"
 COPY_BYTES = 8 * yardstick.COPY_ELEMENTS
 

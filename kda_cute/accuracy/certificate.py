@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from . import tolerances
+from . import recurrence, tolerances
 from .calls import FORMS
 from .errors import Compared
 from .measure import (
@@ -31,17 +31,6 @@ from .peers import Peer, Unavailable
 
 OPS = ("chunk_kda", "bwd_recurrence")
 PACKAGE = "kda_cute"
-RECURRENCE_REGIMES = (
-    "typical+states",
-    "weak+states",
-    "strong+states",
-    "mixed+states",
-    "burst+states",
-    "typical+beta0+states",
-    "typical+beta1+states",
-    "typical+betam200+states",
-    "typical+betam200",
-)
 PRECISIONS = ("tf32", "bf16")
 MEDIAN_FORM, MEDIAN_SEEDS = "B", 5  # whose median peers' figures bound, as in the tests
 
@@ -107,7 +96,7 @@ class Certificate:
 # ---------------------------------------------------------------- which cases
 def regimes(op: str) -> tuple[str, ...]:
     """Those that an op is certified in."""
-    return tolerances.REGIMES if op == "chunk_kda" else RECURRENCE_REGIMES
+    return tolerances.REGIMES if op == "chunk_kda" else recurrence.REGIMES
 
 
 def cases(op: str, form: str, backend: str, chosen: Sequence[str] | None = None) -> list[Case]:

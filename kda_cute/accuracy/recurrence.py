@@ -13,7 +13,20 @@ from .. import reference
 from ..workspace import RecurrenceGrads
 from .errors import Compared, failures, rel_error
 
-__all__ = ["TOLERANCES", "Compared", "compare", "failures", "rel_error"]
+__all__ = ["REGIMES", "TOLERANCES", "Compared", "compare", "failures", "rel_error"]
+
+# That level 1 is judged in, see `regimes`.
+REGIMES = (
+    "typical+states",
+    "weak+states",
+    "strong+states",
+    "mixed+states",
+    "burst+states",
+    "typical+beta0+states",
+    "typical+beta1+states",
+    "typical+betam200+states",
+    "typical+betam200",
+)
 
 # x 1e-3. "dv" and "dS0 bf16" hold the rounding of a bf16 output, 1.7e-3 of them.
 TOLERANCES = {
