@@ -3,16 +3,21 @@
 Per chunk and head, with gc the running sum of the gate inside the chunk, gT its value at the
 chunk's last valid token, b the activated beta, kn and qn the (normalised) keys and queries:
 
-    kd = kn exp(gc)     qd = scale qn exp(gc)     kr = kn exp(gT - gc)
-    L  = diag(b) tril(kn_i . kn_j exp(gc_i - gc_j), -1)         INV = (I + L)^-1
-    w  = INV diag(b) kd        u = INV diag(b) v        mqk = scale tril(qn_i . kn_j exp(gc_i - gc_j), -1)
+    kd = kn exp(gc)     qd = scale qn exp(gc)     kr = diag(b) kn exp(gT - gc)
+    L  = tril(kn_i . kn_j exp(gc_i - gc_j), -1) diag(b)         INV = (I + L)^-1
+    w  = INV kd        u = INV v        mqk = scale tril(qn_i . kn_j exp(gc_i - gc_j), -1) diag(b)
 
 and then, S the state on entering the chunk,
 
     U = u - w S        o = qd S + mqk U + diag(qk) U        S' = exp(gT) S + kr^T U
 
-The backward pass takes INV in place of u.  A forward whose gradients are wanted and
-whose b is given, not made by a sigmoid, takes LEAST_B for a b of 0: U / b is needed there.
+So U is what a token writes, over b: nothing rounds v before its product with INV, whose diagonal is
+1, and the gradient of b needs no division.  The backward pass differentiates by b U, and calls that
+gradient dU: its b is on the other side, in rows,
+
+    kr = kn exp(gT - gc)     L = diag(b) tril(..)     w = INV diag(b) kd     mqk = scale tril(..)
+
+and it takes INV in place of u.
 
 The tensors of one chunk and head lie together, in a record of rows of 128 bf16 (`RECORDS`), and the
 records of a call in one tensor [slots, H, rows, 128]: one allocation, one argument of a kernel.
@@ -31,7 +36,6 @@ import torch
 CHUNK = 64
 HEAD_DIM = 128
 ROW_BYTES = 2 * HEAD_DIM  # of a record
-LEAST_B = 2.0**-60
 
 
 class Part(NamedTuple):
@@ -86,7 +90,7 @@ class Factors(NamedTuple):
 
     w, kr, qd, u  [slots, H, 64, 128] bf16
     mqk           [slots, H, 64, 64]  bf16   strictly lower; the diagonal is qk
-    qk            [slots, H, 64]      fp32   scale * qn_i . kn_i
+    qk            [slots, H, 64]      fp32   scale * b_i qn_i . kn_i; backward without b_i
     eg            [slots, H, 128]     fp32   exp(gT)
     """
 

@@ -19,7 +19,7 @@ import torch
 
 from . import compile as kernel_compile
 from .dtypes import NAMES
-from .factors import HEAD_DIM, LEAST_B, record_rows, slot_count
+from .factors import HEAD_DIM, record_rows, slot_count
 from .problem import Problem
 
 GATES = ("log", "safe", "softplus")
@@ -166,12 +166,11 @@ def make_factors(
     rows = BACKWARD_ROWS if backward else FORWARD_ROWS
     factors = q.new_empty((slots, q.shape[2], rows, HEAD_DIM))
     packed = p.cu_seqlens is not None
-    least_b = 0.0 if backward or p.beta_sigmoid or not p.save_states else LEAST_B
     kernel = kernel or _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
         q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),
         low_words(p.cu_seqlens), factors,
-        p.scale, p.lower_bound, p.beta_scale, least_b, int(p.l2norm), int(p.beta_sigmoid),
+        p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip
     return factors
 

@@ -2,11 +2,12 @@
 tensors that the stage is given, and no rounding in between.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from .factors import CHUNK, HEAD_DIM, LEAST_B, Factors, slot_count
+from .factors import CHUNK, HEAD_DIM, Factors, slot_count
 from .gates import gate as gate_forward
 from .gates import gate_backward, l2norm, l2norm_backward
 
@@ -189,10 +190,8 @@ class ChunkTensors(NamedTuple):
     in slots that no chunk owns.
 
     S, dS  [slots, H, 128 (V), 128 (K)]   state on entering a chunk, gradient of that on leaving it
-    U, dU  [slots, H, 64, 128]
-    INV    [slots, H, 64, 64]
-
-    Where b is 0, U is made with LEAST_B, so that it can be divided by it.
+    U, dU  [slots, H, 64, 128]            as the scans leave them: U over b, dU of U itself
+    INV    [slots, H, 64, 64]             that of the backward
     """
 
     S: torch.Tensor
@@ -216,22 +215,23 @@ def chunk_tensors(
         for i, token in enumerate(range(first, end, CHUNK)):
             c = x.chunk(batch, token, end)
             rows, at = c.b.shape[1], slot + i
-            b = torch.where(c.b == 0, LEAST_B, c.b)[..., None]
+            b = c.b[..., None]
             decay = c.pairs()
             products = torch.einsum("hik,hjk,hijk->hij", c.k, c.k, decay).tril(-1)
             eye = torch.eye(rows, dtype=v.dtype, device=v.device)
-            INV = torch.linalg.solve_triangular(
-                b * products, eye.expand_as(products), upper=False, unitriangular=True
+            inverse = functools.partial(
+                torch.linalg.solve_triangular, upper=False, unitriangular=True
             )
+            INV = inverse(b * products, eye.expand_as(products))
             values = v[batch, token : token + rows].transpose(0, 1)
-            U = INV @ (b * (values - (c.k * c.gc.exp()) @ S.mT))
+            U = inverse(products * b.mT, values - (c.k * c.gc.exp()) @ S.mT)
             for tile, value in ((out.U, U), (out.INV, INV), (out.dU, None)):
                 tile[at] = 0
                 if value is not None:
                     tile[at, :, :rows, : value.shape[-1]] = value
             out.S[at] = S
             kr = c.k * (c.gc[:, -1:] - c.gc).exp()
-            S = S * c.gc[:, -1:].exp() + U.mT @ kr
+            S = S * c.gc[:, -1:].exp() + (b * U).mT @ kr
             chunks.append((at, rows, c, kr, b * INV.mT))
         dS = dinitial[n]
         for at, rows, c, kr, b_INVt in reversed(chunks):
@@ -297,7 +297,8 @@ def _chunk_gradients(scale, c: Activated, S, dS, U, dU, INV):
     U, dU, INV = U[:, :rows], dU[:, :rows], INV[:, :rows, :rows]
     dvc = INV.mT @ dU
     dv = c.b[..., None] * dvc
-    db = (dvc * U).sum(-1) / torch.where(c.b == 0, LEAST_B, c.b)
+    db = (dvc * U).sum(-1)
+    U = c.b[..., None] * U
     start, end, eg = c.gc.exp(), (c.gc[:, -1:] - c.gc).exp(), c.gc[:, -1].exp()
     dqn, dkn, dkr = scale * start * (c.do @ S), -start * (dv @ S), end * (U @ dS)
     dgc = c.q * dqn + c.k * dkn

@@ -358,9 +358,6 @@ def transition_accesses(plan: Plan) -> list[Access]:
     add("totals", "totals", "lds64", neighbours(), 4, grid(range(4), (0, 64)))
     for tile in ("kd", "qd", "kr"):
         add(f"{tile} store", tile, "sts32", neighbours(), 16, every)
-    if "v" in plan:  # the backward form has none
-        add("v", "v", "lds32", neighbours(), 16, every)
-        add("b v store", "v", "sts32", neighbours(), 16, every)
     _inverse(adder)
     add = adder("publish", 4)
     rows = tuple((lane % 16, 16 * (lane // 16)) for lane in range(WARP))

@@ -29,7 +29,7 @@ BELOW = tuple((i, j) for i in SQUARES for j in SQUARES if i > j)  # of [64, 64]
 ABOVE = tuple((j, i) for i, j in BELOW)
 DIAGONAL = tuple((i, i) for i in SQUARES)
 # Rows of the tile `rows`: gradients.schedule.Row.
-FK, FQ, B, NK, NQ, M_DIAGONAL, PAIRS, DBETA, SLOPE = (0, 1, 2, 3, 4, 5, 6, 7, 10)
+FK, FQ, B, NK, NQ, M_DIAGONAL, PAIRS, DBETA, SLOPE, BK = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11)
 
 
 def accesses(plan: Plan) -> list[Access]:
@@ -95,7 +95,7 @@ def _products(adder) -> None:
     add = adder("publish", 1)  # a block below or on the diagonal is one warp's
     for tile, left in (("M", FQ), ("L", FK)):
         add(f"{tile}, norms of rows", "rows", "lds32", per_row(), 20, grid((left,), EIGHTS))
-        add(f"{tile}, norms of columns", "rows", "lds64", per_column(), 20, grid((FK,), EIGHTS))
+        add(f"{tile}, norms of columns", "rows", "lds64", per_column(), 20, grid((BK,), EIGHTS))
         add(f"{tile} store", tile, "stmatrix", matrices(), 10, BELOW + DIAGONAL)
         add(f"{tile}^T store", tile, "stmatrix_trans", matrices_across(), 6, ABOVE)
     add = adder("decay", WARPS)
@@ -109,7 +109,9 @@ def _combine(adder) -> None:
     add = adder("combine", WARPS)
     add("gc", "gc", "lds32", strided(), 16, _positions((0, 1)))
     add("gc of the last token", "gc", "lds32", per_row(), 2, grid((63,), CHANNELS))
-    for name, row in (("norms of k", FK), ("norms of q", FQ), ("diagonal of M", M_DIAGONAL)):
+    for name, row in (
+        ("norms of k", FK), ("norms of q", FQ), ("b and norms of k", BK), ("diagonal of M", M_DIAGONAL)
+    ):  # fmt: skip
         add(name, "rows", "lds64", per_column(), 4, grid((row,), EIGHTS))
     quads = tuple((0, lane % 4) for lane in range(WARP))
     add("M and L of neighbours", "rows", "lds32", quads, 8, grid((PAIRS,), range(0, 64, 4)))

@@ -167,7 +167,7 @@ def gradients_tiles(wide: Layout, precision: str, *, g: str = "bf16") -> list[Ti
         Tile("sums", (4, 128), "f32", dense, first="pairs"),  # see gradients.schedule.Sum
         Tile("dots", (16, 64), "f32", dense, first="pairs"),  # parts of q . dq, then of k . dk
         Tile("dgT", (2, 128), "f32", dense, first="multiply"),
-        Tile("rows", (11, 64), "f32", dense),  # see gradients.schedule.Row
+        Tile("rows", (12, 64), "f32", dense),  # see gradients.schedule.Row
         Tile("chunk", (1, 8), "i64", dense),
         Tile("barriers", (1, 6), "i64", dense),
     ]

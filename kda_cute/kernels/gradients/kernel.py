@@ -2,19 +2,21 @@
 
 One CTA works on one (chunk, head); chunks don't depend on each other.  gc is the running sum of the
 gate in the chunk, gT its last value, kn and qn the normalised keys and queries, and S [V, K] the
-state on entering the chunk, dS the gradient of the state on leaving it; dv = b INV^T dU.
+state on entering the chunk, dS the gradient of the state on leaving it; U is that of `factors`, over
+b; dvc = INV^T dU and dv = b dvc.
 
-    dM = do U^T            dL = -dv U^T            of pairs i > j, and dM of i = j
+    dM = do U^T diag(b)    dL = -dv U^T diag(b)    of pairs i > j, and dM of i = j
+    db = sum_v dvc U
     dqn = scale e^gc do S + what pairs add
-    dkn = -e^gc dv S + e^(gT - gc) U dS + what pairs add
+    dkn = -e^gc dv S + b e^(gT - gc) U dS + what pairs add
     dgc = qn scale e^gc do S - kn e^gc dv S + what pairs add
-    dg_t = sum of dgc from t on + e^gT sum_v dS S + sum of kn e^(gT - gc) U dS before t
+    dg_t = sum of dgc from t on + e^gT sum_v dS S + sum of b kn e^(gT - gc) U dS before t
 
 then the backward of norms, gate and beta.  Steps:
 
     load      TMA, in the order of need: g, k, q, do, S, U, dS, dU, INV
     sum, gate gc, b, norms; do S^T and U dS^T
-    first     warpgroups 0, 1: dv, over dU, and dbeta; warpgroups 2, 3: M = dM times norms
+    first     warpgroups 0, 1: dv, over dU, and db; warpgroups 2, 3: M = dM times norms
     multiply  L = dL times norms; dv S^T; sum_v dS S; dv to global memory
     pairs     see `pairs`: registers hold dq, dk, dgc of 16 channels and 32 tokens of a warp; TMA
               brings g again
@@ -318,16 +320,16 @@ class Gradients:
         lane = Lane(*(place.rows(self.plan[name], base) for name in ("k", "q")))
         tile = self.plan["gc"].view(base)
         gc, rows = place.view(tile), self.plan["rows"].view(base)
-        fk, fq = (place.tokens(rows[row, None]) for row in (Row.FK, Row.FQ))
+        lines = [place.tokens(rows[row, None]) for row in (Row.FK, Row.FQ, Row.BK)]
         last = [tile[C - 1, 16 * place.channels + place.r + 8 * half] for half in range(2)]
         for block in range(2):
             k, q = lane.words(block)
             krdkr = cute.make_rmem_tensor((4, 2), Float32)
             for w in range(4):
                 half, s = w % 2, w // 2
-                factors = cute.make_rmem_tensor((2, 2), Float32)
-                cute.autovec_copy(fk[None, s, block], factors[None, 0])
-                cute.autovec_copy(fq[None, s, block], factors[None, 1])
+                factors = cute.make_rmem_tensor((2, 3), Float32)
+                for n, line in enumerate(lines):
+                    cute.autovec_copy(line[None, s, block], factors[None, n])
                 kw, qw = unpack(k[w]), unpack(q[w])
                 sums = [gc[i, half, s, block] for i in range(2)]
                 lane.step[4 * block + w] = exp2(sums[1] - sums[0])
@@ -336,7 +338,7 @@ class Gradients:
                     start, end = exp2(sums[i]), exp2(last[half] - sums[i])
                     from_q = acc_q[e] * (start * factors[i, 1])
                     from_k = acc_k[e] * (start * factors[i, 0])  # minus the gradient
-                    from_end = acc_kr[e] * (end * factors[i, 0])
+                    from_end = acc_kr[e] * (end * factors[i, 2])
                     krdkr[2 * w % 4 + i, w // 2] = kw[i] * from_end
                     lane.dq[e] = from_q
                     lane.dk[e] = from_end - from_k

@@ -16,7 +16,6 @@ from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.sync import meet
 from ...device.warp_mma import WarpMma, packed_bf16, quad_sum, select
-from ...factors import LEAST_B
 from .schedule import BLOCK, GROUP, C, D, NamedBar, Row
 
 
@@ -65,8 +64,8 @@ class Products:
 
     # ------------------------------------------------------------ of values
     def values(self, base, tid, lane):
-        """dvc = INV^T dU; dv = b dvc over dU, and sum_v dvc U / b, the gradient of b; warpgroups 0 and
-        1, half of v each.
+        """dvc = INV^T dU; dv = b dvc over dU, and sum_v dvc U, the gradient of b; warpgroups 0 and 1,
+        half of v each.
         """
         mma = wg.tiled_mma("MN", "MN", 64, groups=(1, 2))
         acc = wg.accumulator(mma, C, D)
@@ -84,14 +83,13 @@ class Products:
         u.store(wide)
         for half in range(2):
             b = line[Row.B, row + 8 * half]
-            inverse = cute.arch.rcp_approx(select(b == Float32(0), Float32(LEAST_B), b))
             total = Float32(0)
             for n in range(cute.size(acc) // 4):
                 for i in range(2):
                     e = i + 2 * half + 4 * n
                     total = total + acc[e] * u[e]
                     acc[e] = acc[e] * b
-            self.keep_row(line, Row.DBETA + group, row + 8 * half, lane, quad_sum(total) * inverse)
+            self.keep_row(line, Row.DBETA + group, row + 8 * half, lane, quad_sum(total))
         rounded.store(acc.load().to(BFloat16))
         meet(self.config, NamedBar.DV + group, GROUP)  # dU was read
         wg.store_matrix(mma, tid, rounded, self.plan["dU"].view(base))
@@ -139,14 +137,14 @@ class Products:
             )
 
     def scaled(self, base, lane, acc, name, sign, n, i, j):
-        """Values of a block times the rows' factors, in the order i + 2 half + 4 s."""
+        """Values of a block times factors of their rows and columns, in the order i + 2 half + 4 s."""
         line, (r, c) = self.plan["rows"].view(base), (lane // 4, lane % 4)
         left = Row.FQ if name == "M" else Row.FK
         f = [line[left, BLOCK * i + r + 8 * half] * sign for half in range(2)]
         out = []
         for s in range(2):
             fk = cute.make_rmem_tensor((2,), Float32)
-            row = line[Row.FK, None]
+            row = line[Row.BK, None]
             cute.autovec_copy(cute.local_tile(row, (2,), (BLOCK // 2 * j + 4 * s + c,)), fk)
             out += [
                 acc[8 * n + 4 * s + 2 * h + e] * (f[h] * fk[e]) for h in range(2) for e in range(2)

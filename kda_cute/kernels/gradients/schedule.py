@@ -74,6 +74,7 @@ class Row(enum.IntEnum):
     DBETA = 7  # and 8: halves, in v, of the sums over v
     DA = 9  # warps' parts of dA_log
     SLOPE = 10  # of B by the raw beta
+    BK = 11  # B / norm of k
 
 
 class Sum(enum.IntEnum):
@@ -96,7 +97,7 @@ class Gmem(NamedTuple):
     cu_seqlens: cute.Tensor  # [N + 1] int32, or None
     S: cute.Tensor  # [slots, H, 128 (V), 128 (K)] bf16, on entering the chunk
     dS: cute.Tensor  # the same, of the state on leaving it
-    U: cute.Tensor  # [slots, H, 64, 128] bf16
+    U: cute.Tensor  # [slots, H, 64, 128] bf16, over b
     dU: cute.Tensor
     INV: cute.Tensor  # [slots, H, 64, 64] bf16
     dq: cute.Tensor  # [B, T, H, 128] bf16

@@ -49,6 +49,7 @@ class Tokens:
         fq, nq = self.norm("q", base, row, part, o)
         if part == 0:
             line[Row.FK, row] = fk
+            line[Row.BK, row] = fk * line[Row.B, row]
             line[Row.NK, row] = nk
             line[Row.FQ, row] = fq * o.scale
             line[Row.NQ, row] = nq

@@ -152,7 +152,6 @@ class Gate:
             if o.beta_sigmoid != 0:
                 b = sigmoid(b)
             b = b * o.beta_scale
-            b = select(b == 0.0, o.least_b, b)
             line[Factor.B, tid] = select(tid < at.rows, b, Float32(0))
 
     @cute.jit
@@ -184,5 +183,6 @@ class Gate:
             factors = self.plan["factors"].view(base)
             factors[Factor.K, row] = fk
             factors[Factor.Q, row] = fq
-            factors[Factor.BK, row] = fk * factors[Factor.B, row]
-            m.qk[at.slot, at.h, row] = fk * fq * qk
+            bk = fk * factors[Factor.B, row]
+            factors[Factor.BK, row] = bk
+            m.qk[at.slot, at.h, row] = (fk if self.config.backward else bk) * fq * qk

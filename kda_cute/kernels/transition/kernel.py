@@ -5,15 +5,16 @@ One CTA makes the factors of one (chunk, head), in steps:
     load      TMA: k, q, v; the gate by ordinary loads
     gate      e = exp(g) in registers, products over blocks, eg = exp(gT), b
     gather    k and q to registers; norms of k and q
-    pairs     L = b tril(kn_i . kn_j e^(gc_i - gc_j), -1) and mqk: wgmma, dyadic factors
-    tiles     kd = kn e^gc, qd = scale qn e^gc, kr = kn e^(gT - gc)
+    pairs     L = tril(kn_i . kn_j e^(gc_i - gc_j), -1) diag(b) and mqk: wgmma, dyadic factors
+    tiles     kd = kn e^gc, qd = scale qn e^gc, kr = b kn e^(gT - gc)
     invert    X = (I + L)^-1 in tf32: half the tokens by warps 0 and 1 of each warpgroup, before their
               tiles; what joins the halves by warps 2 and 3, after theirs
     publish   INV = X in bf16
     multiply  wgmma: w = INV kd (warpgroup 0), u = INV v (warpgroup 1)
     store     TMA: kr, qd and mqk as soon as they are there, then w and u
 
-The backward form makes INV in place of u: no v, and the warpgroups share w.
+The backward form has b in the rows of L and of kd, and makes INV in place of u: no v, and the
+warpgroups share w.
 
 Two CTAs fit an SM, so that one computes while the other waits.  A CTA that has issued its loads asks
 L2 for those of a CTA that starts later, of the same head some chunks on: a guess, which never
@@ -93,7 +94,7 @@ class Transition:
         self.config = config
         self.plan = shared_memory(config)
         self.gate = Gate(config, self.plan)
-        self.pairs, self.tiles = Pairs(config, self.plan), Tiles(self.plan)
+        self.pairs, self.tiles = Pairs(config, self.plan), Tiles(config, self.plan)
         self.inverse = Inverse(config, self.plan)
 
     # ------------------------------------------------------------ launch
@@ -102,13 +103,12 @@ class Transition:
         self, q: cute.Tensor, k: cute.Tensor, v, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
         factors: cute.Tensor,
-        scale: Float32, lower_bound: Float32, beta_scale: Float32, least_b: Float32,
-        l2norm: Int32, beta_sigmoid: Int32,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         parts = records.parts(self.config.record, factors)
         m = Gmem(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, *parts.values())
-        options = Options(scale, lower_bound, beta_scale, least_b, l2norm, beta_sigmoid)
+        options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
         tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
         tiles = {"w": "kd", "u": "v", "kr": "kr", "qd": "qd", "mqk": "mqk"}
@@ -232,10 +232,7 @@ class Transition:
         if const_expr(self.config.every_thread):
             cute.arch.sync_threads()
         self.tiles.run(base, own)
-        if const_expr(not self.config.backward):
-            cute.arch.mbarrier_wait(bars + Bar.V, 0)
-            self.tiles.scale_v(base, own)
-        cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk, v
+        cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk
         if const_expr(self.config.every_thread):
             cute.arch.sync_threads()
         if warp == STORING:
@@ -260,6 +257,7 @@ class Transition:
         elif warp < 4:
             self.multiply("kd", copies.w, at, base, warp, tid, 1)
         else:
+            cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP, 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -373,6 +371,6 @@ def trace(config: Config):
     arguments = (
         *tokens, strided(fakes.TYPES[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
         records.fake(config.record, slots, H),
-        *(Float32(0),) * 4, Int32(0), Int32(0),
+        *(Float32(0),) * 3, Int32(0), Int32(0),
     )  # fmt: skip
     return Transition(config), arguments

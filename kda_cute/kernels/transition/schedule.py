@@ -97,12 +97,11 @@ class Gmem(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Scalars known at the call; least_b: what stands for b where it is 0."""
+    """Scalars known at the call."""
 
     scale: Float32
     lower_bound: Float32
     beta_scale: Float32
-    least_b: Float32
     l2norm: Int32
     beta_sigmoid: Int32
 
@@ -153,7 +152,7 @@ def product_rows(config: Config) -> list[tuple]:
     steps = C // 16
     if config.backward:
         return [("w = INV kd", wgmma_bf16(D // 2), 2, steps)]
-    return [(product, wgmma_bf16(D), 1, steps) for product in ("w = INV kd", "u = INV b v")]
+    return [(product, wgmma_bf16(D), 1, steps) for product in ("w = INV kd", "u = INV v")]
 
 
 def budget(config: Config) -> Budget:

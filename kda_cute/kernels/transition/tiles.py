@@ -1,7 +1,8 @@
-"""The rows that meet the state, kd = b kn exp(gc), qd = scale qn exp(gc), kr = kn exp(gT - gc), and b v.
+"""The rows that meet the state: kd = kn exp(gc), qd = scale qn exp(gc), kr = b kn exp(gT - gc);
+backward b is in kd, not in kr.
 
 b multiplies rows here, before they are rounded, and not the columns of INV: its unit diagonal is exact
-in bf16, and an error of b would be common to a whole row of U.
+in bf16, and an error of b would be common to a whole row.
 """
 
 from cutlass import Float32
@@ -15,8 +16,8 @@ from .schedule import BLOCK, BLOCKS, Factor
 class Tiles:
     """Code of all warps."""
 
-    def __init__(self, plan):
-        self.plan = plan
+    def __init__(self, config, plan):
+        self.config, self.plan = config, plan
 
     def run(self, base, own: Columns):
         """kd, qd and kr of the thread's columns, bf16, in shared memory."""
@@ -27,30 +28,22 @@ class Tiles:
         kd = RowWords(self.plan["kd"], base, first, own.pair)
         qd, kr = (kd.in_tile(self.plan["kd"], self.plan[name]) for name in ("qd", "kr"))
         factors = self.plan["factors"].view(base)
+        lines = (Factor.K, Factor.Q, Factor.BK)
+        if self.config.backward:
+            lines = lines[::-1]
         for four in range(0, BLOCK, 4):
-            fb, fq, fk = (
-                load_four(factors[line, None], 4 * own.block + four // 4)
-                for line in (Factor.BK, Factor.Q, Factor.K)
+            of_kd, of_qd, of_kr = (
+                load_four(factors[line, None], 4 * own.block + four // 4) for line in lines
             )
             for j in range(4):
                 r = four + j
                 k, q = unpack_word(own.k[r]), unpack_word(own.q[r])
                 for rows, values, row, column in (
-                    (kd, k, fb[j], to_start[r]),
-                    (qd, q, fq[j], to_start[r]),
-                    (kr, k, fk[j], to_end[r]),
+                    (kd, k, of_kd[j], to_start[r]),
+                    (qd, q, of_qd[j], to_start[r]),
+                    (kr, k, of_kr[j], to_end[r]),
                 ):
                     rows.store(r, rounded([values[i] * row * column[i] for i in range(2)]))
-
-    def scale_v(self, base, own: Columns):
-        """b v, in place."""
-        rows = RowWords(self.plan["v"], base, BLOCK * own.block, own.pair)
-        b = self.plan["factors"].view(base)[Factor.B, None]
-        for four in range(0, BLOCK, 4):
-            factor = load_four(b, 4 * own.block + four // 4)
-            for j in range(4):
-                v = unpack_word(rows.load(four + j))
-                rows.store(four + j, rounded([x * factor[j] for x in v]))
 
     def around(self, base, own):
         """Products of the decays of all blocks before the thread's, and of all after."""
