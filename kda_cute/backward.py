@@ -1,12 +1,12 @@
 """The backward pass of `chunk_kda` on kernels: the order of its stages, and their buffers.
 
-    transition    (q, k, g, beta)              -> factors of every chunk, INV in place of u
-    reverse scan  (factors, do, dS_T)          -> dS and dU per chunk, dS_0
-    gradients     (inputs, S, dS, U, dU, INV)  -> dq, dk, dv, dg, dbeta, partial dA_log and ddt_bias
+    transition    (q, k, g, beta)              -> factors of every chunk, and INV
+    reverse scan  (factors, do, dS_T)          -> dv, dS per chunk, dS_0
+    gradients     (inputs, dv, S, dS, X, INV)  -> dq, dk, dg, dbeta, partial dA_log and ddt_bias
     sums over chunks of the partial ones, in a fixed order
 
 Bytes per token and head while it runs, beside inputs, states and gradients: 1,036 for the factors
-(w, kr, qd 256 each, INV, mqk 128 each, qk 4, eg 8), 768 for dS and dU.
+(kd, z, qd 256 each, INV, p 128 each, qk 4, eg 8), 512 for dS.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import torch
 from . import compile as kernel_compile
 from . import forward
 from .dtypes import NAMES
-from .factors import slot_count
+from .factors import record_rows, slot_count
 from .forward import GATES, load, low_words
 from .problem import Problem, addressable
+
+
+DCHUNK_ROWS = record_rows("dchunk")
 
 
 class Gradients(NamedTuple):
@@ -144,7 +147,7 @@ def run(
     cu = low_words(p.cu_seqlens)
     factors = forward.make_factors(p, slots, backward=True, kernel=transition)
 
-    dchunk = dq.new_empty(saved.shape)
+    dchunk = dq.new_empty((slots, H, DCHUNK_ROWS, D))
     reverse_scan = reverse_scan or _reverse_scan(
         forward.groups(p), packed, None if dfinal is None else dfinal.dtype, dinitial is not None
     )
@@ -152,7 +155,7 @@ def run(
     reverse_scan(
         factors, do,
         dfinal if dfinal is None or v_first else dfinal.mT,
-        cu, dchunk,
+        cu, dv, dchunk,
         dinitial if dinitial is None or v_first else dinitial.mT,
     )  # fmt: skip
 
@@ -162,8 +165,8 @@ def run(
     gradients = gradients or _gradients(p.g.dtype, p.gate, p.beta.dtype, packed)
     gradients(
         p.q, p.k, do, p.g, p.beta, *forward.gate_parameters(p), cu,
-        saved, dchunk, factors,
-        dq, dk, dv, dg, dbeta, parts,
+        dv, saved, dchunk, factors,
+        dq, dk, dg, dbeta, parts,
         p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip
     dA_log = ddt_bias = None

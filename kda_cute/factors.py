@@ -3,21 +3,22 @@
 Per chunk and head, with gc the running sum of the gate inside the chunk, gT its value at the
 chunk's last valid token, b the activated beta, kn and qn the (normalised) keys and queries:
 
-    kd = kn exp(gc)     qd = scale qn exp(gc)     kr = diag(b) kn exp(gT - gc)
-    L  = tril(kn_i . kn_j exp(gc_i - gc_j), -1) diag(b)         INV = (I + L)^-1
-    w  = INV kd        u = INV v        mqk = scale tril(qn_i . kn_j exp(gc_i - gc_j), -1) diag(b)
+    kd  = kn exp(gc)     qd = scale qn exp(gc)     kr = diag(b) kn exp(gT - gc)
+    L   = tril(kn_i . kn_j exp(gc_i - gc_j), -1) diag(b)         INV = (I + L)^-1
+    mqk = scale tril(qn_i . kn_j exp(gc_i - gc_j)) diag(b)
 
-and then, S the state on entering the chunk,
+    z = INV^T kr         p = mqk INV
 
-    U = u - w S        o = qd S + mqk U + diag(qk) U        S' = exp(gT) S + kr^T U
+and then, S the state on entering the chunk, forward and backward are one affine map and its transpose:
 
-So U is what a token writes, over b: nothing rounds v before its product with INV, whose diagonal is
-1, and the gradient of b needs no division.  The backward pass differentiates by b U, and calls that
-gradient dU: its b is on the other side, in rows,
+    X  = v - kd S                o = qd S + p X          S' = exp(gT) S + z^T X
+    dv = p^T do + z dS'          dS = exp(gT) dS' + qd^T do - kd^T dv
 
-    kr = kn exp(gT - gc)     L = diag(b) tril(..)     w = INV diag(b) kd     mqk = scale tril(..)
-
-and it takes INV in place of u.
+X is what the tokens would change with nothing else in their chunk; with it, U = INV X is what they
+write, over b.  z is the only factor that meets the carried state in a sum that nothing erases: it is made
+from kr in two bf16 words, high and low.  In p and z a row of INV comes with its unit diagonal, so the
+gradient of v is that of X, and nobody divides by b but for the gradient of a b that is given
+(`LEAST_B`).
 
 The tensors of one chunk and head lie together, in a record of rows of 128 bf16 (`RECORDS`), and the
 records of a call in one tensor [slots, H, rows, 128]: one allocation, one argument of a kernel.
@@ -36,6 +37,7 @@ import torch
 CHUNK = 64
 HEAD_DIM = 128
 ROW_BYTES = 2 * HEAD_DIM  # of a record
+LEAST_B = 2.0**-60  # stands for a smaller |b| in a backward pass, where dv / b is wanted
 
 
 class Part(NamedTuple):
@@ -62,12 +64,14 @@ def _record(**parts: tuple) -> dict[str, Part]:
 
 _WIDE, _SQUARE = ((CHUNK, HEAD_DIM),), ((CHUNK, CHUNK),)
 _LINES = {"qk": ((CHUNK,), torch.float32), "eg": ((HEAD_DIM,), torch.float32)}
-_KEYS = dict.fromkeys(("w", "kr", "qd"), _WIDE)
+_FACTORS = {**dict.fromkeys(("kd", "z", "qd"), _WIDE), "p": _SQUARE, **_LINES}
 RECORDS = {
-    "factors": _record(**_KEYS, u=_WIDE, mqk=_SQUARE, **_LINES),
-    "backward factors": _record(**_KEYS, INV=_SQUARE, mqk=_SQUARE, **_LINES),
-    # The state on entering a chunk and U, or their gradients: that of the state on leaving it.
-    "chunk": _record(S=((HEAD_DIM, HEAD_DIM),), U=_WIDE),
+    "factors": _record(**_FACTORS),
+    "backward factors": _record(**_FACTORS, INV=_SQUARE),
+    # The state on entering a chunk, and X.
+    "chunk": _record(S=((HEAD_DIM, HEAD_DIM),), X=_WIDE),
+    # The gradient of the state on leaving a chunk.
+    "dchunk": _record(dS=((HEAD_DIM, HEAD_DIM),)),
 }
 
 
@@ -86,19 +90,18 @@ def views(kind: str, records: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 class Factors(NamedTuple):
-    """What the transition leaves for the scan.  Rows past a sequence's end hold 0.
+    """What the transition leaves for the scans.  Rows past a sequence's end hold 0.
 
-    w, kr, qd, u  [slots, H, 64, 128] bf16
-    mqk           [slots, H, 64, 64]  bf16   strictly lower; the diagonal is qk
-    qk            [slots, H, 64]      fp32   scale * b_i qn_i . kn_i; backward without b_i
-    eg            [slots, H, 128]     fp32   exp(gT)
+    kd, z, qd  [slots, H, 64, 128] bf16
+    p          [slots, H, 64, 64]  bf16   strictly lower; the diagonal is qk
+    qk         [slots, H, 64]      fp32   scale * b_i qn_i . kn_i
+    eg         [slots, H, 128]     fp32   exp(gT)
     """
 
-    w: torch.Tensor
-    kr: torch.Tensor
+    kd: torch.Tensor
+    z: torch.Tensor
     qd: torch.Tensor
-    u: torch.Tensor
-    mqk: torch.Tensor
+    p: torch.Tensor
     qk: torch.Tensor
     eg: torch.Tensor
 

@@ -1,11 +1,10 @@
 """The forward pass of `chunk_kda` on kernels: the order of its stages, and their buffers.
 
-    transition  (q, k, v, g, beta)   -> factors of every chunk     one CTA per (chunk, head)
-    scan        (factors, S_0)       -> o, S_T, states per chunk    CTAs walk the chunks of a (sequence, head)
+    transition  (q, k, g, beta)      -> factors of every chunk     one CTA per (chunk, head)
+    scan        (factors, v, S_0)    -> o, S_T, S and X per chunk   CTAs walk the chunks of a (sequence, head)
 
-Bytes of the factors, freed when the scan has run: 1,164 per token and head (w, kr, qd, u 256 each,
-mqk 128, qk 4, eg 8).  Kept for a backward pass: 512 for
-states, 256 for U.
+Bytes of the factors, freed when the scan has run: 908 per token and head (kd, z, qd 256 each, p 128,
+qk 4, eg 8).  Kept for a backward pass: 512 for S, 256 for X.
 """
 
 from __future__ import annotations
@@ -149,6 +148,7 @@ def run(p: Problem, transition: Callable | None = None, scan: Callable | None = 
     )
     scan(
         factors,
+        p.v,
         initial if initial is None or v_first else initial.mT,
         low_words(p.cu_seqlens),
         o,
@@ -168,7 +168,7 @@ def make_factors(
     packed = p.cu_seqlens is not None
     kernel = kernel or _transition(p.g.dtype, p.gate, p.beta.dtype, packed, backward)
     kernel(
-        q, p.k, None if backward else p.v, p.g, p.beta, *gate_parameters(p),
+        q, p.k, p.g, p.beta, *gate_parameters(p),
         low_words(p.cu_seqlens), factors,
         p.scale, p.lower_bound, p.beta_scale, int(p.l2norm), int(p.beta_sigmoid),
     )  # fmt: skip

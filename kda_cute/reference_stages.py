@@ -2,50 +2,45 @@
 tensors that the stage is given, and no rounding in between.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
-from .factors import CHUNK, HEAD_DIM, Factors, slot_count
+from .factors import CHUNK, HEAD_DIM, LEAST_B, Factors, slot_count
 from .gates import gate as gate_forward
 from .gates import gate_backward, l2norm, l2norm_backward
 
 
 class Scanned(NamedTuple):
     """o [B, T, H, 128 (V)], final [N, H, 128 (V), 128 (K)], and the state on entering each chunk,
-    states [slots, H, 128 (V), 128 (K)]; all float64, NaN where nothing is to be written.
+    states [slots, H, 128 (V), 128 (K)], and its X [slots, H, 64, 128 (V)], 0 in rows past a sequence's
+    end; all float64, NaN where nothing is to be written.
     """
 
     o: torch.Tensor
     final: torch.Tensor
     states: torch.Tensor
+    X: torch.Tensor
 
 
 def scan(
     factors: Factors,
-    B: int,
-    T: int,
+    v: torch.Tensor,
     initial: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> Scanned:
-    """The scan of B sequences of T tokens, or of the packed ones of cu_seqlens [N + 1] (B = 1; they
-    may leave tokens over).  initial: [N, H, 128 (V), 128 (K)].
+    """The scan of v [B, T, H, 128 (V)], B sequences of T tokens, or the packed ones of cu_seqlens
+    [N + 1] (B = 1).  initial: [N, H, 128 (V), 128 (K)].  Rows of v that no sequence has may hold
+    anything.
     """
-    f = Factors(*(x.double() for x in factors))
-    slots, H = f.w.shape[:2]
-    if cu_seqlens is None:
-        chunks = -(-T // CHUNK)
-        walks = [(n, 0, T, n * chunks) for n in range(B)]
-    else:
-        bounds = cu_seqlens.tolist()
-        walks = [
-            (0, first, last, first // CHUNK + n)
-            for n, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
-        ]
-    o = f.w.new_full((B, T, H, HEAD_DIM), torch.nan)
-    states = f.w.new_full((slots, H, HEAD_DIM, HEAD_DIM), torch.nan)
-    final = f.w.new_zeros((len(walks), H, HEAD_DIM, HEAD_DIM))
+    f, v = Factors(*(x.double() for x in factors)), v.double()
+    slots, H = f.kd.shape[:2]
+    B, T = v.shape[:2]
+    walks = _walks(B, T, cu_seqlens)
+    o = torch.full_like(v, torch.nan)
+    states = v.new_full((slots, H, HEAD_DIM, HEAD_DIM), torch.nan)
+    saved_X = v.new_full((slots, H, CHUNK, HEAD_DIM), torch.nan)
+    final = v.new_zeros((len(walks), H, HEAD_DIM, HEAD_DIM))
     if initial is not None:
         final.copy_(initial)
     for n, (batch, first, last, slot) in enumerate(walks):
@@ -54,23 +49,24 @@ def scan(
             rows = min(CHUNK, last - token)
             states[slot] = S
             St = S.transpose(1, 2)
-            U = f.u[slot] - f.w[slot] @ St
-            out = f.qd[slot] @ St + f.mqk[slot] @ U + f.qk[slot][..., None] * U
+            X = _whole(v[batch, token : token + rows]) - f.kd[slot] @ St
+            out = f.qd[slot] @ St + f.p[slot] @ X + f.qk[slot][..., None] * X
+            saved_X[slot] = X
             o[batch, token : token + rows] = out[:, :rows].transpose(0, 1)
-            S.mul_(f.eg[slot][:, None, :]).add_(U.transpose(1, 2) @ f.kr[slot])
+            S.mul_(f.eg[slot][:, None, :]).add_(X.transpose(1, 2) @ f.z[slot])
             slot += 1
-    return Scanned(o, final, states)
+    return Scanned(o, final, states, saved_X)
 
 
 class Reversed(NamedTuple):
     """dinitial [N, H, 128 (V), 128 (K)], the gradient of the state on leaving each chunk, dstates
-    [slots, H, 128 (V), 128 (K)], and dU [slots, H, 64, 128], 0 in rows past a sequence's end; all
-    float64, NaN in slots that no chunk owns.
+    [slots, H, 128 (V), 128 (K)], and dv [B, T, H, 128 (V)]; all float64, NaN where nothing is to be
+    written.
     """
 
     dinitial: torch.Tensor
     dstates: torch.Tensor
-    dU: torch.Tensor
+    dv: torch.Tensor
 
 
 def reverse_scan(
@@ -83,23 +79,30 @@ def reverse_scan(
     of do that no sequence has may hold anything.
     """
     f, do = Factors(*(x.double() for x in factors)), do.double()
-    slots, H = f.w.shape[:2]
+    slots, H = f.kd.shape[:2]
     walks = _walks(*do.shape[:2], cu_seqlens)
-    dstates = f.w.new_full((slots, H, HEAD_DIM, HEAD_DIM), torch.nan)
-    dU = f.w.new_full((slots, H, CHUNK, HEAD_DIM), torch.nan)
-    dinitial = f.w.new_zeros((len(walks), H, HEAD_DIM, HEAD_DIM))
+    dstates = do.new_full((slots, H, HEAD_DIM, HEAD_DIM), torch.nan)
+    dv = torch.full_like(do, torch.nan)
+    dinitial = do.new_zeros((len(walks), H, HEAD_DIM, HEAD_DIM))
     if dfinal is not None:
         dinitial.copy_(dfinal)
     for n, (batch, first, last, slot) in enumerate(walks):
         dS = dinitial[n]  # [H, V, K]
         for c in reversed(range(-(-(last - first) // CHUNK))):
             token, at = first + CHUNK * c, slot + c
-            rows = do[batch, token : min(token + CHUNK, last)].transpose(0, 1)
-            rows = torch.nn.functional.pad(rows, (0, 0, 0, CHUNK - rows.shape[1]))
+            tokens = slice(token, min(token + CHUNK, last))
+            rows = _whole(do[batch, tokens])
             dstates[at] = dS
-            dU[at] = f.mqk[at].mT @ rows + f.qk[at][..., None] * rows + f.kr[at] @ dS.mT
-            dS.mul_(f.eg[at][:, None, :]).add_(rows.mT @ f.qd[at] - dU[at].mT @ f.w[at])
-    return Reversed(dinitial, dstates, dU)
+            out = f.p[at].mT @ rows + f.qk[at][..., None] * rows + f.z[at] @ dS.mT
+            dv[batch, tokens] = out[:, : tokens.stop - token].transpose(0, 1)
+            dS.mul_(f.eg[at][:, None, :]).add_(rows.mT @ f.qd[at] - out.mT @ f.kd[at])
+    return Reversed(dinitial, dstates, dv)
+
+
+def _whole(tokens: torch.Tensor) -> torch.Tensor:
+    """A chunk's [rows, H, 128] as [H, 64, 128], 0 in rows that it doesn't have."""
+    rows = tokens.transpose(0, 1)
+    return torch.nn.functional.pad(rows, (0, 0, 0, CHUNK - rows.shape[1]))
 
 
 def _walks(B: int, T: int, cu_seqlens: torch.Tensor | None) -> list[tuple[int, int, int, int]]:
@@ -146,15 +149,7 @@ class Inputs(NamedTuple):
 
     def walks(self) -> list[tuple[int, int, int, int]]:
         """(batch row, first token, end, first slot) of every sequence."""
-        B, T = self.q.shape[:2]
-        if self.cu_seqlens is None:
-            chunks = -(-T // CHUNK)
-            return [(n, 0, T, n * chunks) for n in range(B)]
-        bounds = self.cu_seqlens.tolist()
-        return [
-            (0, first, last, first // CHUNK + n)
-            for n, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
-        ]
+        return _walks(*self.q.shape[:2], self.cu_seqlens)
 
     def chunk(self, batch: int, token: int, end: int) -> "Activated":
         """A chunk's tokens after activation, [H, rows, ..]."""
@@ -185,65 +180,68 @@ class Activated(NamedTuple):
         return exponent.masked_fill(later[..., None], -torch.inf).exp()
 
 
-class ChunkTensors(NamedTuple):
-    """What the backward's other stages leave for `gradients`, 0 in rows that no token has and NaN
-    in slots that no chunk owns.
+def factors(x: Inputs) -> tuple[Factors, torch.Tensor]:
+    """The factors of every chunk, and INV [slots, H, 64, 64]; 0 in rows that no token has (INV: those of
+    I), NaN in slots that no chunk owns.  No |b| is below LEAST_B.
+    """
+    x = x.double()
+    H, D = x.q.shape[2:]
+    fill = lambda *shape: x.q.new_full((x.slots, H, *shape), torch.nan)  # noqa: E731
+    wide, square = (CHUNK, D), (CHUNK, CHUNK)
+    out = Factors(fill(*wide), fill(*wide), fill(*wide), fill(*square), fill(CHUNK), fill(D))
+    inverses = fill(*square)
+    eye = torch.eye(CHUNK, dtype=x.q.dtype, device=x.q.device)
+    for batch, first, end, slot in x.walks():
+        for i, token in enumerate(range(first, end, CHUNK)):
+            c, at = x.chunk(batch, token, end), slot + i
+            rows = c.b.shape[1]
+            b, decay = torch.where(c.b.abs() < LEAST_B, LEAST_B, c.b), c.pairs()
+            products = torch.einsum("hik,hjk,hijk->hij", c.k, c.k, decay).tril(-1) * b[:, None]
+            INV = torch.linalg.inv(eye[:rows, :rows] + products)
+            mqk = x.scale * torch.einsum("hik,hjk,hijk->hij", c.q, c.k, decay) * b[:, None]
+            z = INV.mT @ (b[..., None] * c.k * (c.gc[:, -1:] - c.gc).exp())
+            p = mqk @ INV
+            for to, value in zip(
+                (out.kd, out.z, out.qd, out.p),
+                (c.k * c.gc.exp(), z, x.scale * c.q * c.gc.exp(), p.tril(-1)),
+                strict=True,
+            ):
+                to[at] = 0
+                to[at, :, :rows, : value.shape[-1]] = value
+            out.qk[at] = 0
+            out.qk[at, :, :rows] = torch.diagonal(p, dim1=1, dim2=2)
+            out.eg[at] = c.gc[:, -1].exp()
+            inverses[at] = eye
+            inverses[at, :, :rows, :rows] = INV
+    return out, inverses
 
+
+class ChunkTensors(NamedTuple):
+    """What the other stages leave for `gradients`, 0 in rows that no token has and NaN in slots that no
+    chunk owns.
+
+    dv     [B, T, H, 128]                 NaN for tokens of no sequence
     S, dS  [slots, H, 128 (V), 128 (K)]   state on entering a chunk, gradient of that on leaving it
-    U, dU  [slots, H, 64, 128]            as the scans leave them: U over b, dU of U itself
-    INV    [slots, H, 64, 64]             that of the backward
+    X      [slots, H, 64, 128]
+    INV    [slots, H, 64, 64]
     """
 
+    dv: torch.Tensor
     S: torch.Tensor
     dS: torch.Tensor
-    U: torch.Tensor
-    dU: torch.Tensor
+    X: torch.Tensor
     INV: torch.Tensor
 
 
 def chunk_tensors(
     x: Inputs, v: torch.Tensor, initial: torch.Tensor, dfinal: torch.Tensor
 ) -> tuple[ChunkTensors, torch.Tensor]:
-    """The forward and the reverse scan, and dinitial.  v as q; initial, dfinal [N, H, V, K]."""
-    x, v = x.double(), v.double()
-    H, D = v.shape[2:]
-    fill = lambda *shape: v.new_full((x.slots, H, *shape), torch.nan)  # noqa: E731
-    out = ChunkTensors(fill(D, D), fill(D, D), fill(CHUNK, D), fill(CHUNK, D), fill(CHUNK, CHUNK))
-    dinitial = dfinal.double().clone()
-    for n, (batch, first, end, slot) in enumerate(x.walks()):
-        S, chunks = initial[n].double(), []
-        for i, token in enumerate(range(first, end, CHUNK)):
-            c = x.chunk(batch, token, end)
-            rows, at = c.b.shape[1], slot + i
-            b = c.b[..., None]
-            decay = c.pairs()
-            products = torch.einsum("hik,hjk,hijk->hij", c.k, c.k, decay).tril(-1)
-            eye = torch.eye(rows, dtype=v.dtype, device=v.device)
-            inverse = functools.partial(
-                torch.linalg.solve_triangular, upper=False, unitriangular=True
-            )
-            INV = inverse(b * products, eye.expand_as(products))
-            values = v[batch, token : token + rows].transpose(0, 1)
-            U = inverse(products * b.mT, values - (c.k * c.gc.exp()) @ S.mT)
-            for tile, value in ((out.U, U), (out.INV, INV), (out.dU, None)):
-                tile[at] = 0
-                if value is not None:
-                    tile[at, :, :rows, : value.shape[-1]] = value
-            out.S[at] = S
-            kr = c.k * (c.gc[:, -1:] - c.gc).exp()
-            S = S * c.gc[:, -1:].exp() + (b * U).mT @ kr
-            chunks.append((at, rows, c, kr, b * INV.mT))
-        dS = dinitial[n]
-        for at, rows, c, kr, b_INVt in reversed(chunks):
-            out.dS[at] = dS
-            mqk = x.scale * torch.einsum("hik,hjk,hijk->hij", c.q, c.k, c.pairs())
-            dU = mqk.mT @ c.do + kr @ dS.mT
-            out.dU[at, :, :rows] = dU
-            start = c.gc.exp()
-            back = c.do.mT @ (x.scale * c.q * start) - (b_INVt @ dU).mT @ (c.k * start)
-            dS = dS * c.gc[:, -1:].exp() + back
-        dinitial[n] = dS
-    return out, dinitial
+    """All stages before `gradients`, and dinitial.  v as q; initial, dfinal [N, H, V, K]."""
+    f, INV = factors(x)
+    forward = scan(f, v, initial, x.cu_seqlens)
+    back = reverse_scan(f, x.do, dfinal, x.cu_seqlens)
+    tensors = ChunkTensors(back.dv, forward.states, back.dstates, forward.X, INV)
+    return tensors, back.dinitial
 
 
 class Gradients(NamedTuple):
@@ -254,7 +252,6 @@ class Gradients(NamedTuple):
 
     dq: torch.Tensor
     dk: torch.Tensor
-    dv: torch.Tensor
     dg: torch.Tensor
     dbeta: torch.Tensor
     dA_part: torch.Tensor | None
@@ -268,7 +265,7 @@ def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
     fill = lambda like: torch.full_like(like, torch.nan)  # noqa: E731
     with_parameters = x.gate != "log"
     out = Gradients(
-        *(fill(t) for t in (x.q, x.k, x.q, x.g, x.beta)),
+        *(fill(t) for t in (x.q, x.k, x.g, x.beta)),
         x.q.new_zeros(x.slots, H) if with_parameters else None,
         x.q.new_zeros(x.slots, H, D) if with_parameters else None,
     )
@@ -276,14 +273,15 @@ def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
         for i, token in enumerate(range(first, end, CHUNK)):
             rows = slice(token, min(token + CHUNK, end))
             c, at = x.chunk(batch, token, end), slot + i
-            dq, dk, dv, dg, db = _chunk_gradients(x.scale, c, *(t[at] for t in tensors))
+            dv = tensors.dv[batch, rows].transpose(0, 1)
+            dq, dk, dg, db = _chunk_gradients(x.scale, c, dv, *(t[at] for t in tensors[1:]))
             q, k, _, g, _ = (t[batch, rows].transpose(0, 1) for t in x[:5])
             if x.l2norm:
                 dq, dk = l2norm_backward(dq, q), l2norm_backward(dk, k)
             parameters = (p if p is None else p[:, None] for p in (x.A_log, x.dt_bias))
             dg, dA = gate_backward(dg, g, *parameters, x.lower_bound, x.gate)
             db = db * (c.b * (1 - c.b / x.beta_scale) if x.beta_sigmoid else x.beta_scale)
-            for to, value in zip(out[:5], (dq, dk, dv, dg, db), strict=True):
+            for to, value in zip(out[:4], (dq, dk, dg, db), strict=True):
                 to[batch, rows] = value.transpose(0, 1)
             if with_parameters:
                 out.dA_part[at] = dA.sum((1, 2))
@@ -291,13 +289,11 @@ def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
     return out
 
 
-def _chunk_gradients(scale, c: Activated, S, dS, U, dU, INV):
-    """(dqn, dkn, dv, d of the log-space gate [H, rows, 128], db [H, rows])."""
+def _chunk_gradients(scale, c: Activated, dv, S, dS, X, INV):
+    """(dqn, dkn, d of the log-space gate [H, rows, 128], db [H, rows])."""
     rows = c.b.shape[1]
-    U, dU, INV = U[:, :rows], dU[:, :rows], INV[:, :rows, :rows]
-    dvc = INV.mT @ dU
-    dv = c.b[..., None] * dvc
-    db = (dvc * U).sum(-1)
+    U = INV[:, :rows, :rows] @ X[:, :rows]
+    db = (dv * U).sum(-1) / torch.where(c.b.abs() < LEAST_B, LEAST_B, c.b)
     U = c.b[..., None] * U
     start, end, eg = c.gc.exp(), (c.gc[:, -1:] - c.gc).exp(), c.gc[:, -1].exp()
     dqn, dkn, dkr = scale * start * (c.do @ S), -start * (dv @ S), end * (U @ dS)
@@ -317,4 +313,4 @@ def _chunk_gradients(scale, c: Activated, S, dS, U, dU, INV):
     before = torch.nn.functional.pad(moved.cumsum(1)[:, :-1], (0, 0, 1, 0))  # never minus its own
     dg = dgc.flip(1).cumsum(1).flip(1) + before
     dg = dg + (eg * (dS * S).sum(1))[:, None]
-    return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dv, dg, db
+    return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dg, db

@@ -146,14 +146,15 @@ def floor_us(moved: int) -> float:
 # Bytes of one element of g and of beta, by the form in which a caller passes them (perf.forms).
 GATE_BYTES = {"A": 4, "B": 2, "prepared": 4}
 # Of each of level 2's kernels per chunk and head, in products of [64,128] with [128,64]:
-# L and mqk, w, u; then w S and kr^T U, which count twice, qd S likewise, and mqk U.
-FORWARD_HALF_UNITS = {"transition": 4, "scan": 7}
-# L and mqk, w; then dS kr^T, do^T qd and dU^T w, and do^T mqk; INV^T dU, do S, dvc S, U dS, do U^T,
-# dvc U^T, and pairs.
-BACKWARD_HALF_UNITS = {"transition": 3, "scan": 7, "gradients": 1 + 3 * 2 + 2 + 3}
+# L and mqk, z in two words, p, which counts half; then kd S and z^T X, which count twice, qd S
+# likewise, and p X.
+FORWARD_HALF_UNITS = {"transition": 4.5, "scan": 7}
+# The same; dS z^T, do^T qd and dv^T kd, and do^T p; INV X, do S, dv S, U dS, do U^T, dv U^T, and pairs.
+BACKWARD_HALF_UNITS = {"transition": 4.5, "scan": 7, "gradients": 1 + 3 * 2 + 2 + 3}
 _HALF_UNIT_FLOPS = 2 * LONG_CHUNK * LONG_CHUNK * HEAD_DIM
-# Per chunk and head: state and U, or their gradients; what the transition leaves for the scan.
+# Per chunk and head: state and X, the state's gradient; what the transition leaves for the scan.
 _SAVED_BYTES = ROW_BYTES * record_rows("chunk")
+_DSTATE_BYTES = ROW_BYTES * record_rows("dchunk")
 _FACTOR_BYTES = ROW_BYTES * record_rows("factors")
 _BACKWARD_FACTOR_BYTES = ROW_BYTES * record_rows("backward factors")
 
@@ -165,7 +166,7 @@ def _input_bytes(form: str) -> int:
 
 def chunk_kda_bytes(op: str, shape: Shape, form: str, *, states: bool) -> int:
     """Bytes that a call must read and write once: its arguments and results; and, with `states`,
-    the bf16 state and U of every chunk that the forward keeps for the backward.
+    the bf16 state and X of every chunk that the forward keeps for the backward.
 
     op: chunk_kda_fwd reads q k v g beta and writes o; chunk_kda_bwd reads do as well and writes
     five gradients.
@@ -183,35 +184,38 @@ def chunk_kda_flops(op: str, shape: Shape) -> int:
         "chunk_kda_fwd": sum(FORWARD_HALF_UNITS.values()),
         "chunk_kda_bwd": sum(BACKWARD_HALF_UNITS.values()),
     }[op]
-    return shape.H * shape.chunks * half_units * _HALF_UNIT_FLOPS
+    return int(shape.H * shape.chunks * half_units * _HALF_UNIT_FLOPS)
 
 
 def forward_stages(shape: Shape, form: str, *, states: bool) -> dict[str, tuple[int, int]]:
     """Kernel of level 2's forward -> (bytes that it must read and write, flops)."""
-    factors, outputs = shape.chunks * _FACTOR_BYTES, shape.T * 2 * HEAD_DIM
+    factors, values = shape.chunks * _FACTOR_BYTES, shape.T * 2 * HEAD_DIM
     moved = {
-        "transition": shape.T * _input_bytes(form) + factors,
-        "scan": factors + outputs + states * shape.chunks * _SAVED_BYTES,
+        "transition": shape.T * _input_bytes(form) - values + factors,
+        "scan": factors + 2 * values + states * shape.chunks * _SAVED_BYTES,
     }
-    flops = {n: shape.chunks * k * _HALF_UNIT_FLOPS for n, k in FORWARD_HALF_UNITS.items()}
+    flops = {n: int(shape.chunks * k * _HALF_UNIT_FLOPS) for n, k in FORWARD_HALF_UNITS.items()}
     return {name: (shape.H * moved[name], shape.H * flops[name]) for name in moved}
 
 
 def backward_stages(shape: Shape, form: str) -> dict[str, tuple[int, int]]:
-    """Kernel of level 2's backward, states and U given -> (bytes that it must read and write, flops)."""
+    """Kernel of level 2's backward, states and X given -> (bytes that it must read and write, flops)."""
     token, inverse = 2 * HEAD_DIM, LONG_CHUNK * LONG_CHUNK * 2
     inputs = _input_bytes(form) - token  # without v
     per_token = {
         "transition": inputs,
-        "scan": token,  # do
-        "gradients": 2 * inputs + 2 * token,  # do; dq, dk, dg, dbeta, dv
+        "scan": 2 * token,  # do, dv
+        "gradients": 2 * inputs + 2 * token,  # do, dv; dq, dk, dg, dbeta
     }
     per_chunk = {
         "transition": _BACKWARD_FACTOR_BYTES,
-        "scan": _BACKWARD_FACTOR_BYTES - inverse + _SAVED_BYTES,  # dS, dU
-        "gradients": 2 * _SAVED_BYTES + inverse + (4 * (HEAD_DIM + 1) if form == "B" else 0),
+        "scan": _BACKWARD_FACTOR_BYTES - inverse + _DSTATE_BYTES,
+        "gradients": _SAVED_BYTES
+        + _DSTATE_BYTES
+        + inverse
+        + (4 * (HEAD_DIM + 1) if form == "B" else 0),
     }
-    flops = {n: shape.chunks * k * _HALF_UNIT_FLOPS for n, k in BACKWARD_HALF_UNITS.items()}
+    flops = {n: int(shape.chunks * k * _HALF_UNIT_FLOPS) for n, k in BACKWARD_HALF_UNITS.items()}
     return {
         name: (
             shape.H * (shape.T * per_token[name] + shape.chunks * per_chunk[name]),

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from kda_cute import compile as kernel_compile
+from kda_cute import reference, reference_stages
+from kda_cute.accuracy.regimes import make_problem
 from kda_cute.factors import CHUNK, HEAD_DIM, Factors, record_rows, slot_count, views
 
 DEVICE = "cuda"
@@ -45,11 +47,10 @@ def compiled_now(kernel, configs):
 
 # ---------------------------------------------------------------- inputs of the scans
 class Case(NamedTuple):
-    """Factors of B sequences of T tokens, or of packed ones."""
+    """Factors of N sequences, and v [B, T, H, 128]: dense, or packed."""
 
     factors: Factors
-    B: int
-    T: int
+    v: torch.Tensor
     N: int
     initial: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
@@ -59,8 +60,8 @@ def make_case(
     *, B=2, T=DENSE_T, lengths=None, spare=0, H=3, initial=None, coupling=0.1, device=DEVICE
 ) -> Case:
     """Random factors, 0 in rows that no token has; slots that no chunk owns hold NaN.  `spare`
-    tokens follow the last packed sequence.  coupling: the size of w and kr; rounding errors of S grow
-    from chunk to chunk at 0.1, and fade at half of that.
+    tokens follow the last packed sequence and hold NaN.  coupling: the size of kd and z; rounding errors
+    of S grow from chunk to chunk at 0.1, and fade at half of that.
     """
     generator = torch.Generator(device).manual_seed(0)
     rand = functools.partial(torch.randn, generator=generator, device=device)
@@ -84,26 +85,59 @@ def make_case(
     square = (0.1 * rand(slots, H, CHUNK, CHUNK)).tril(-1) * valid
     eg = 0.3 + 0.7 * torch.rand(slots, H, HEAD_DIM, generator=generator, device=device)
     factors = Factors(
-        wide(coupling), wide(coupling), wide(0.1), wide(1.0), square.bfloat16(),
+        wide(coupling), wide(coupling), wide(0.1), square.bfloat16(),
         0.3 * rand(slots, H, CHUNK) * valid[..., 0], eg * valid[:, :, :1, 0],
     )  # fmt: skip
     state = None if initial is None else rand(N, H, HEAD_DIM, HEAD_DIM).to(initial)
-    return Case(factors, B, T, N, state, cu)
+    v = rand(B, T, H, HEAD_DIM).bfloat16()
+    if cu is not None:
+        v[:, sum(lengths) :] = torch.nan
+    return Case(factors, v, N, state, cu)
+
+
+# ---------------------------------------------------------------- inputs of the other stages
+def make_inputs(
+    regime, *, lengths, dense=False, g="bf16", gate=None, beta="bf16", l2norm=True, H=2
+):
+    """Inputs on the GPU (dense: equal lengths as a batch), and v, initial, dfinal.  gate "log": the
+    regime's gate, evaluated.
+    """
+    p = make_problem(regime, H=H, lengths=lengths, device=DEVICE)
+    N = len(lengths)
+    raw, A_log, dt_bias, kind = p.g_raw, p.A_log, p.dt_bias, p.gate
+    if gate == "log":
+        wide = (t.double() for t in (p.g_raw, p.A_log, p.dt_bias))
+        raw, kind = reference.gate(*wide, p.lower_bound, p.gate), "log"
+        A_log = dt_bias = None
+    raw = raw.to(torch.bfloat16 if g == "bf16" else torch.float32)
+    logits = p.beta.to(torch.bfloat16 if beta == "bf16" else torch.float32)
+    k = p.k if l2norm else 0.05 * p.k
+    rows = lambda t: t.view(N, -1, *t.shape[1:]) if dense else t[None]  # noqa: E731
+    x = reference_stages.Inputs(
+        *(rows(t) for t in (p.q, k, p.do, raw, logits)),
+        A_log,
+        dt_bias,
+        None if dense else p.cu_seqlens,
+        gate=kind,
+        scale=p.scale,
+        l2norm=l2norm,
+    )
+    return x, rows(p.v), p.initial_state, p.dfinal_state
 
 
 def poisoned(*shape, dtype):
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 
-def chunk_records(slots, H):
-    """Shape of the records of states and U, or of their gradients."""
-    return slots, H, record_rows("chunk"), HEAD_DIM
+def records_shape(kind, slots, H):
+    """Shape of the records of a kind."""
+    return slots, H, record_rows(kind), HEAD_DIM
 
 
 def packed(kind, tensors):
     """Records that hold the tensors of one kind; NaN where they have none."""
     slots, H = tensors[0].shape[:2]
-    records = poisoned(slots, H, record_rows(kind), HEAD_DIM, dtype=torch.bfloat16)
+    records = poisoned(*records_shape(kind, slots, H), dtype=torch.bfloat16)
     found = views(kind, records)
     for name, x in tensors._asdict().items():
         if name in found:

@@ -7,12 +7,11 @@ import functools
 import pytest
 import stages
 import torch
-from stages import DEVICE, poisoned
+from stages import make_inputs, poisoned
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference, reference_stages
 from kda_cute.accuracy.errors import rel_error
-from kda_cute.accuracy.regimes import make_problem
 from kda_cute.dtypes import NAMES
 from kda_cute.factors import HEAD_DIM, record_rows, slot_count, views
 from kda_cute.kernels import gradients
@@ -90,7 +89,7 @@ def test_oracle_is_autograd_of_the_token_recurrence(gate, beta, l2norm, lengths,
         x, v.detach()[None], initial.detach(), dfinal
     )
     got = reference_stages.gradients(x, tensors)
-    ours = [t[0] for t in got[:5]]
+    ours = [t[0] for t in (*got[:2], tensors.dv, *got[2:4])]
     if gate != "log":
         ours += [got.dA_part.sum(0), got.ddt_part.sum(0)]
     for value, ref in zip([*ours, dinitial], exact, strict=True):
@@ -119,55 +118,22 @@ def test_plan_fits(layout, g):
 
 
 # ---------------------------------------------------------------- on the GPU
-def make_inputs(
-    regime, *, lengths, dense=False, g="bf16", gate=None, beta="bf16", l2norm=True, H=2
-):
-    """Inputs on the GPU (dense: equal lengths as a batch), and v, initial, dfinal.  gate "log": the
-    regime's gate, evaluated.
-    """
-    p = make_problem(regime, H=H, lengths=lengths, device=DEVICE)
-    N = len(lengths)
-    raw, A_log, dt_bias, kind = p.g_raw, p.A_log, p.dt_bias, p.gate
-    if gate == "log":
-        wide = (t.double() for t in (p.g_raw, p.A_log, p.dt_bias))
-        raw, kind = reference.gate(*wide, p.lower_bound, p.gate), "log"
-        A_log = dt_bias = None
-    raw = raw.to(torch.bfloat16 if g == "bf16" else torch.float32)
-    logits = p.beta.to(torch.bfloat16 if beta == "bf16" else torch.float32)
-    k = p.k if l2norm else 0.05 * p.k
-    rows = lambda t: t.view(N, -1, *t.shape[1:]) if dense else t[None]  # noqa: E731
-    x = reference_stages.Inputs(
-        *(rows(t) for t in (p.q, k, p.do, raw, logits)),
-        A_log,
-        dt_bias,
-        None if dense else p.cu_seqlens,
-        gate=kind,
-        scale=p.scale,
-        l2norm=l2norm,
-    )
-    return x, rows(p.v), p.initial_state, p.dfinal_state
-
-
 def outputs(x: reference_stages.Inputs) -> reference_stages.Gradients:
     """Tensors full of NaN for the kernel to write."""
     H, D = x.q.shape[2:]
-    dq, dk, dv = (poisoned(*x.q.shape, dtype=torch.bfloat16) for _ in range(3))
+    dq, dk = (poisoned(*x.q.shape, dtype=torch.bfloat16) for _ in range(2))
     parts = (None, None)
     if x.gate != "log":
         row = poisoned(x.slots, H * (D + 1), dtype=torch.float32)
         parts = row[:, H * D :], row[:, : H * D].view(x.slots, H, D)
     dg, dbeta = (poisoned(*y.shape, dtype=y.dtype) for y in (x.g, x.beta))
-    return reference_stages.Gradients(dq, dk, dv, dg, dbeta, *parts)
+    return reference_stages.Gradients(dq, dk, dg, dbeta, *parts)
 
 
 def records(tensors: reference_stages.ChunkTensors) -> list[torch.Tensor]:
-    """Those of states and U, of their gradients, and of INV."""
-    S, dS, U, dU, INV = tensors
-    held = (
-        ("chunk", {"S": S, "U": U}),
-        ("chunk", {"S": dS, "U": dU}),
-        ("backward factors", {"INV": INV}),
-    )
+    """Those of states and X, of the states' gradients, and of INV."""
+    _, S, dS, X, INV = tensors
+    held = (("chunk", {"S": S, "X": X}), ("dchunk", {"dS": dS}), ("backward factors", {"INV": INV}))
     found = []
     for kind, values in held:
         shape = (*S.shape[:2], record_rows(kind), HEAD_DIM)
@@ -184,7 +150,7 @@ def run(x: reference_stages.Inputs, tensors, layout="default") -> reference_stag
     kernel = kernel_compile.load(spec(config))
     parameters = None if out.dA_part is None else out.dA_part._base
     kernel(
-        *x[:8], *records(tensors), *out[:5], parameters,
+        *x[:8], tensors.dv, *records(tensors), *out[:4], parameters,
         x.scale, x.lower_bound, x.beta_scale, int(x.l2norm), int(x.beta_sigmoid),
     )  # fmt: skip
     torch.cuda.synchronize()

@@ -13,17 +13,17 @@ from stages import (
     PACKED,
     SHAPES,
     assert_close,
-    chunk_records,
     make_case,
     packed,
     poisoned,
+    records_shape,
     same,
 )
 
 from kda_cute import compile as kernel_compile
 from kda_cute import reference_stages, report
 from kda_cute.dtypes import NAMES
-from kda_cute.factors import CHUNK, HEAD_DIM, Factors, views
+from kda_cute.factors import CHUNK, HEAD_DIM, Factors
 from kda_cute.kernels import scan
 from kda_cute.kernels.scan import ReverseConfig
 from kda_cute.layouts import variants
@@ -41,10 +41,9 @@ spec = functools.partial(stages.spec, scan)
 # ---------------------------------------------------------------- the oracle
 def with_gradient(case, *, seed=1):
     """(do with NaN in tokens of no sequence, as bf16; the case's state stands for dfinal)."""
-    device = case.factors.w.device
+    device = case.v.device
     generator = torch.Generator(device).manual_seed(seed)
-    H = case.factors.w.shape[1]
-    do = torch.randn(case.B, case.T, H, HEAD_DIM, generator=generator, device=device).bfloat16()
+    do = torch.randn(case.v.shape, generator=generator, device=device).bfloat16()
     if case.cu_seqlens is not None:
         do[:, int(case.cu_seqlens[-1]) :] = torch.nan
     return do
@@ -53,24 +52,23 @@ def with_gradient(case, *, seed=1):
 @pytest.mark.parametrize("initial", (None, torch.float64), ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_oracle_is_the_gradient(shape, initial):
-    """u is added to U, so the gradient of u is dU; those of the states are at their places too."""
+    """Of the scan's v and of its first state."""
     case = make_case(**SHAPES[shape], initial=initial, device="cpu")
     f = Factors(*(x.double() for x in case.factors))
     do = with_gradient(case).double()
-    u = f.u.clone().requires_grad_()
-    first = torch.randn(case.N, f.w.shape[1], HEAD_DIM, HEAD_DIM, dtype=torch.float64)
+    v = case.v.double().requires_grad_()
+    first = torch.randn(case.N, f.kd.shape[1], HEAD_DIM, HEAD_DIM, dtype=torch.float64)
     first.requires_grad_()
-    got = reference_stages.scan(f._replace(u=u), case.B, case.T, first, case.cu_seqlens)
+    got = reference_stages.scan(f, v, first, case.cu_seqlens)
     loss = (got.o * do)[~got.o.isnan()].sum()
     if initial is not None:
         loss = loss + (got.final * case.initial).sum()
     loss.backward()
     expected = reference_stages.reverse_scan(f, do, case.initial, case.cu_seqlens)
     torch.testing.assert_close(expected.dinitial, first.grad)
-    owned = ~expected.dU.isnan()
-    assert torch.equal(owned, ~f.u.isnan())
-    # A row past the end has no token; its u adds to S through kr, which is 0 there.
-    torch.testing.assert_close(expected.dU[owned], u.grad[owned])
+    owned = ~expected.dv.isnan()
+    assert torch.equal(owned, ~v.isnan())
+    torch.testing.assert_close(expected.dv[owned], v.grad[owned])
 
 
 def test_oracle_of_states():
@@ -104,9 +102,9 @@ def test_kernel_keeps_its_budgets(objects, config):
 def test_plan_fits(groups):
     plan = variants.plan("scan", "default", "bf16", groups=groups, reverse=True)
     assert plan.total_bytes <= plan.limit == 232_448
-    assert plan["w"].stages >= 2
-    assert plan["do"].stages == groups * plan["w"].stages
-    assert "u" not in plan and "o" not in plan
+    assert plan["kd"].stages >= 2
+    assert plan["do"].stages == groups * plan["kd"].stages
+    assert "v" not in plan and "o" not in plan
 
 
 def test_directions_are_told_apart():
@@ -120,16 +118,19 @@ class Results(NamedTuple):
     """As the kernel writes them into NaN."""
 
     dinitial: torch.Tensor
-    dchunk: torch.Tensor  # records of dstates and dU
+    dchunk: torch.Tensor  # records of dstates
+    dv: torch.Tensor
 
 
 def allocate(case, *, final=True, guard=0) -> Results:
-    """Outputs; guard: entries before and behind."""
-    slots, H = case.factors.w.shape[:2]
+    """Outputs; guard: entries before and behind, chunks of them for tokens."""
+    slots, H = case.factors.kd.shape[:2]
     slots, N = slots + 2 * guard, case.N + 2 * guard
+    B, T = case.v.shape[:2]
     return Results(
         poisoned(N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32) if final else None,
-        poisoned(*chunk_records(slots, H), dtype=torch.bfloat16),
+        poisoned(*records_shape("dchunk", slots, H), dtype=torch.bfloat16),
+        poisoned(B, T + 2 * CHUNK * guard, H, HEAD_DIM, dtype=torch.bfloat16),
     )
 
 
@@ -138,7 +139,7 @@ def launch(case, do, dfinal, cu_seqlens, out, groups):
     config = ReverseConfig(groups, cu_seqlens is not None, NAMES[dtype], out.dinitial is not None)
     factors = packed("backward factors", case.factors)
     kernel = kernel_compile.load(spec(config))
-    kernel(factors, do, dfinal, cu_seqlens, out.dchunk, out.dinitial)
+    kernel(factors, do, dfinal, cu_seqlens, out.dv, out.dchunk, out.dinitial)
 
 
 def run(case, do, groups, *, final=True, keys_first=False) -> Results:
@@ -153,8 +154,7 @@ def run(case, do, groups, *, final=True, keys_first=False) -> Results:
 
 def check(case, do, results):
     expected = reference_stages.reverse_scan(case.factors, do, case.initial, case.cu_seqlens)
-    dstates, dU = views("chunk", results.dchunk).values()
-    got = {"dinitial": results.dinitial, "dstates": dstates, "dU": dU}
+    got = {"dinitial": results.dinitial, "dstates": results.dchunk, "dv": results.dv}
     for name, x in got.items():
         assert_close(x, getattr(expected, name), name)
 
@@ -218,22 +218,26 @@ def test_neighbours_do_not_matter(groups):
                 own = slice(first, first + -(-PACKED[other] // CHUNK))
                 assert torch.equal(found.dchunk[own], clean.dchunk[own])
                 assert torch.equal(found.dinitial[other], clean.dinitial[other])
+                tokens = slice(bounds[other], bounds[other + 1])
+                assert torch.equal(found.dv[:, tokens], clean.dv[:, tokens])
         assert not length or found.dinitial[n].isnan().any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", (1, 2))
 def test_strided_do_and_offsets(groups):
-    """do inside a wider tensor, cu_seqlens as the low words of int64."""
+    """do and dv inside wider tensors, cu_seqlens as the low words of int64."""
     case = make_case(lengths=PACKED, initial=torch.float32)
     do = with_gradient(case)
     H = do.shape[2]
-    buffer = poisoned(1, case.T, 2 * H, HEAD_DIM, dtype=torch.bfloat16)
+    buffer, wide = (
+        poisoned(1, do.shape[1], 2 * H, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)
+    )
     buffer[:, :, H:] = do
     low = case.cu_seqlens.long().view(torch.int32)[::2]
-    out = allocate(case)
+    out = allocate(case)._replace(dv=wide[:, :, H:])
     launch(case, buffer[:, :, H:], case.initial, low, out, groups)
-    assert same(out, run(case, do, groups))
+    assert same(out, run(case, do, groups)) and wide[:, :, :H].isnan().all()
 
 
 @pytest.mark.gpu
@@ -247,7 +251,9 @@ def test_offsets_out_of_range(groups):
     for bounds in ([high, low, high, 0, high, 17], [low, high, 5, low, 10**9, high], [7] * 6):
         cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
         out = allocate(case, guard=1)
-        launch(case, do, case.initial, cu, Results(*(x[1:-1] for x in out)), groups)
+        inside = Results(out.dinitial[1:-1], out.dchunk[1:-1], out.dv[:, CHUNK:-CHUNK])
+        launch(case, do, case.initial, cu, inside, groups)
         torch.cuda.synchronize()
-        for x in out:
+        for x in (out.dinitial, out.dchunk):
             assert x[[0, -1]].isnan().all()
+        assert out.dv[:, :CHUNK].isnan().all() and out.dv[:, -CHUNK:].isnan().all()

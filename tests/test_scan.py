@@ -10,10 +10,10 @@ from stages import (
     PACKED,
     SHAPES,
     assert_close,
-    chunk_records,
     make_case,
     packed,
     poisoned,
+    records_shape,
     same,
 )
 
@@ -55,9 +55,9 @@ def test_kernel_keeps_its_budgets(objects, config):
 def test_plan_fits(groups, save):
     plan = variants.plan("scan", "default", "bf16", groups=groups, save=save)
     assert plan.total_bytes <= plan.limit == 232_448
-    assert plan["w"].stages >= 2
-    assert plan["u"].stages == groups * plan["w"].stages
-    assert ("states" in plan) == ("U" in plan) == save
+    assert plan["kd"].stages >= 2
+    assert plan["v"].stages == groups * plan["kd"].stages
+    assert ("states" in plan) == ("X" in plan) == save
 
 
 def test_reference_by_tokens():
@@ -68,22 +68,22 @@ def test_reference_by_tokens():
     k = torch.nn.functional.normalize(k, dim=-1)
     slots, eye = slot_count(T, 1, False), torch.eye(CHUNK, dtype=torch.float64)
     f = Factors(
-        *(torch.zeros(slots, H, CHUNK, HEAD_DIM, dtype=torch.float64) for _ in range(4)),
+        *(torch.zeros(slots, H, CHUNK, HEAD_DIM, dtype=torch.float64) for _ in range(3)),
         torch.zeros(slots, H, CHUNK, CHUNK, dtype=torch.float64),
         torch.zeros(slots, H, CHUNK, dtype=torch.float64),
         torch.ones(slots, H, HEAD_DIM, dtype=torch.float64),
     )
     for c in range(slots):
-        qc, kc, vc = (
+        qc, kc = (
             torch.nn.functional.pad(x[CHUNK * c :][:CHUNK], (0, 0, 0, 0, 0, max(0, CHUNK * (c + 1) - T)))
             .transpose(0, 1)
-            for x in (q, k, v)
+            for x in (q, k)
         )  # fmt: skip
         inverse = torch.linalg.inv(eye + (kc @ kc.transpose(1, 2)).tril(-1))
-        f.w[c], f.u[c], f.kr[c], f.qd[c] = inverse @ kc, inverse @ vc, kc, qc
-        f.mqk[c] = (qc @ kc.transpose(1, 2)).tril(-1)
-        f.qk[c] = (qc * kc).sum(-1)
-    got = reference_stages.scan(f, 1, T)
+        f.kd[c], f.z[c], f.qd[c] = kc, inverse.mT @ kc, qc
+        whole = (qc @ kc.transpose(1, 2)).tril() @ inverse
+        f.p[c], f.qk[c] = whole.tril(-1), torch.diagonal(whole, dim1=1, dim2=2)
+    got = reference_stages.scan(f, v[None])
     S = torch.zeros(H, HEAD_DIM, HEAD_DIM, dtype=torch.float64)  # [H, K, V]
     for t in range(T):
         delta = v[t] - torch.einsum("hk,hkv->hv", k[t], S)
@@ -94,29 +94,27 @@ def test_reference_by_tokens():
 
 # ---------------------------------------------------------------- on the GPU
 def run(case, groups, *, save=True, keys_first=False, layout="default"):
-    """(o, final, states, U) as the kernel writes them into NaN; keys_first: first and last states
+    """(o, final, states, X) as the kernel writes them into NaN; keys_first: first and last states
     in memory are [K, V].
     """
     initial = case.initial
     dtype = None if initial is None else initial.dtype
     config = Config(groups, case.cu_seqlens is not None, NAMES[dtype], True, save, layout)
-    slots, H = case.factors.w.shape[:2]
-    o = poisoned(case.B, case.T, H, HEAD_DIM, dtype=torch.bfloat16)
+    slots, H = case.factors.kd.shape[:2]
+    o = poisoned(*case.v.shape, dtype=torch.bfloat16)
     final = poisoned(case.N, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
-    saved = poisoned(*chunk_records(slots, H), dtype=torch.bfloat16) if save else None
+    saved = poisoned(*records_shape("chunk", slots, H), dtype=torch.bfloat16) if save else None
     if keys_first:
         final = final.transpose(2, 3)
         initial = None if initial is None else initial.transpose(2, 3).contiguous().transpose(2, 3)
     kernel = kernel_compile.load(spec(config))
-    kernel(packed("factors", case.factors), initial, case.cu_seqlens, o, saved, final)
+    kernel(packed("factors", case.factors), case.v, initial, case.cu_seqlens, o, saved, final)
     return (o, final, *(views("chunk", saved).values() if save else (None, None)))
 
 
 def check(case, results):
-    expected = reference_stages.scan(case.factors, case.B, case.T, case.initial, case.cu_seqlens)
-    U = case.factors.u.double() - case.factors.w.double() @ expected.states.mT
-    names = ("o", "final", "states", "U")
-    for what, got, ref in zip(names, results, (*expected, U), strict=True):
+    expected = reference_stages.scan(case.factors, case.v, case.initial, case.cu_seqlens)
+    for what, got, ref in zip(expected._fields, results, expected, strict=True):
         if got is not None:
             assert_close(got, ref, what)
 
@@ -160,17 +158,18 @@ def test_many_chunks(groups):
 
 
 @pytest.mark.gpu
-def test_strided_outputs_and_offsets():
-    """o inside a wider tensor, cu_seqlens as the low words of int64."""
+def test_strides_and_offsets():
+    """v and o inside wider tensors, cu_seqlens as the low words of int64."""
     case = make_case(lengths=PACKED, initial=torch.float32)
     o, final, *_ = run(case, 2)
-    slots, H = case.factors.w.shape[:2]
-    saved = poisoned(*chunk_records(slots, H), dtype=torch.bfloat16)
-    buffer = poisoned(1, case.T, 2 * H, HEAD_DIM, dtype=torch.bfloat16)
+    slots, H = case.factors.kd.shape[:2]
+    saved = poisoned(*records_shape("chunk", slots, H), dtype=torch.bfloat16)
+    buffer = poisoned(1, case.v.shape[1], 2 * H, HEAD_DIM, dtype=torch.bfloat16)
+    v = torch.cat([torch.full_like(case.v, torch.nan), case.v], 2)[:, :, H:]
     low = case.cu_seqlens.long().view(torch.int32)[::2]
     kernel = kernel_compile.load(spec(Config(2, True, "f32", True, True)))
     records = packed("factors", case.factors)
-    kernel(records, case.initial, low, buffer[:, :, H:], saved, final)
+    kernel(records, v, case.initial, low, buffer[:, :, H:], saved, final)
     assert torch.equal(buffer[:, :, H:], o) and buffer[:, :, :H].isnan().all()
 
 
@@ -182,16 +181,34 @@ def test_offsets_out_of_range(groups):
     low, high = -(2**31), 2**31 - 1
     for bounds in ([high, low, high, 0, high, 17], [low, high, 5, low, 10**9, high], [7] * 6):
         cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-        slots, H = case.factors.w.shape[:2]
+        slots, H = case.factors.kd.shape[:2]
         guard = 64
-        rows = poisoned(1, case.T + 2 * guard, H, HEAD_DIM, dtype=torch.bfloat16)
-        saved = poisoned(*chunk_records(slots + 2, H), dtype=torch.bfloat16)
+        rows = poisoned(1, case.v.shape[1] + 2 * guard, H, HEAD_DIM, dtype=torch.bfloat16)
+        saved = poisoned(*records_shape("chunk", slots + 2, H), dtype=torch.bfloat16)
         final = poisoned(case.N + 2, H, HEAD_DIM, HEAD_DIM, dtype=torch.float32)
         factors = Factors(*(x.nan_to_num(1.0) for x in case.factors))
         kernel = kernel_compile.load(spec(Config(groups, True, "f32", True, True)))
         outputs = rows[:, guard:-guard], saved[1:-1], final[1:-1]
-        kernel(packed("factors", factors), case.initial, cu, *outputs)
+        kernel(packed("factors", factors), case.v, case.initial, cu, *outputs)
         torch.cuda.synchronize()
         assert rows[:, :guard].isnan().all() and rows[:, -guard:].isnan().all()
         for x in (saved, final):
             assert x[[0, -1]].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", (1, 2))
+def test_neighbours_do_not_matter(groups):
+    """NaN in one sequence's v stays there."""
+    case = make_case(lengths=PACKED, initial=torch.float32)
+    clean, bounds = run(case, groups), case.cu_seqlens.tolist()
+    for n, length in enumerate(PACKED):
+        v = case.v.clone()
+        v[:, bounds[n] : bounds[n + 1]] = torch.nan
+        found = run(case._replace(v=v), groups)
+        for other in range(len(PACKED)):
+            if other != n:
+                tokens = slice(bounds[other], bounds[other + 1])
+                assert torch.equal(found[0][:, tokens], clean[0][:, tokens])
+                assert torch.equal(found[1][other], clean[1][other])
+        assert not length or found[1][n].isnan().any()

@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..factors import LEAST_B
 from .warp_mma import select
 
 LOG2E = 1.4426950408889634
@@ -17,6 +18,11 @@ def exp2(x):
 def sigmoid(x):
     """1 / (1 + exp(-x)) by ex2 and rcp; 0 for very negative x."""
     return cute.arch.rcp_approx(1.0 + exp2(x * -LOG2E))
+
+
+def at_least(b):
+    """b, or LEAST_B for a smaller |b|."""
+    return select(cute.math.absf(b) < Float32(LEAST_B), Float32(LEAST_B), b)
 
 
 def clamp(x, top):

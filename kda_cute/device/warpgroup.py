@@ -61,6 +61,13 @@ def gemm(
     warpgroup.commit_group()
 
 
+def rounded(acc):
+    """An accumulator's values in bf16."""
+    values = cute.make_rmem_tensor(acc.shape, BFloat16)
+    values.store(acc.load().to(BFloat16))
+    return values
+
+
 def rounded_a(tiled, acc, m: int, k: int):
     """A [m, k] accumulator, rounded to bf16, as the register operand A of `tiled`."""
     a = cute.make_rmem_tensor(tiled.partition_shape_A((m, k)), BFloat16)

@@ -82,26 +82,24 @@ def scan_tiles(
     """Tiles of one chunk of 64 tokens, K = V = 128, for `groups` warpgroups of 64 columns v each.
 
     A warpgroup has its own stage of the tiles that are cut along V: stage s of the chunk is stage
-    groups * s + g of u or do, and of what is staged for output. With one warpgroup there is room to
-    stage a chunk while the one before is copied out. The producer is chunks ahead of the consumers,
-    so every tile is live in every step.
+    groups * s + g of v or do, and what is staged for output has no more stages than that. The
+    producer is chunks ahead of the consumers, so every tile is live in every step.
     """
-    stages = 3 if groups == 1 and not (save or reverse) else 2
-    staged = 2  # in all: chunks times warpgroups
+    stages = 2 if groups == 2 else 3
     dense = Dense()
     if reverse:
-        columns, by_tokens, states = "do", ("dU",), ("dstates",)
+        columns, by_tokens, states = "do", ("dv",), ("dstates",)
     else:
-        columns, by_tokens, states = "u", ("o", "U")[: 1 + save], ("states",)[:save]
+        columns, by_tokens, states = "v", ("o", "X")[: 1 + save], ("states",)[:save]
     return [
-        *(Tile(name, (64, 128), "bf16", wide, stages=stages) for name in ("w", "kr", "qd")),
-        Tile("mqk", (64, 64), "bf16", wide, stages=stages),
+        *(Tile(name, (64, 128), "bf16", wide, stages=stages) for name in ("kd", "z", "qd")),
+        Tile("p", (64, 64), "bf16", wide, stages=stages),
         Tile(columns, (64, 64), "bf16", wide, stages=stages * groups),  # [token, v]
         Tile("qk", (1, 64), "f32", dense, stages=stages),
         Tile("eg", (1, 128), "f32", dense, stages=stages),
-        *(Tile(name, (64, 64), "bf16", wide, stages=staged) for name in by_tokens),  # [token, v]
-        Tile("barriers", (1, 2 * stages + 2 * staged), "i64", dense),
-        *(Tile(name, (64, 128), "bf16", wide, stages=staged) for name in states),  # [v, K]
+        *(Tile(name, (64, 64), "bf16", wide, stages=groups) for name in by_tokens),  # [token, v]
+        Tile("barriers", (1, 2 * stages), "i64", dense),
+        *(Tile(name, (64, 128), "bf16", wide, stages=groups) for name in states),  # [v, K]
     ]
 
 
@@ -113,26 +111,25 @@ SCAN = Family(
 )
 
 
-def transition_tiles(wide: Layout, precision: str, *, backward: bool = False) -> list[Tile]:
+def transition_tiles(wide: Layout, precision: str) -> list[Tile]:
     """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the bf16 tiles.
 
-    k and q go to registers and leave their bytes. kd changes its meaning in place (then w), and so
-    do v (u) and L (X). A stage of rows is a warpgroup's operand of two levels: 64 left rows, then the
-    right ones.  The backward form has no v.
+    k and q go to registers and leave their bytes. kr changes its meaning in place (then z), and so
+    do mqk (p) and L (X). A stage of rows is a warpgroup's operand of two levels: 64 left rows, then
+    the right ones.
     """
     dense = Dense()
     raw, made = {"last": "gather"}, {"first": "tiles"}
     return [
         *(Tile(name, (64, 128), "bf16", wide, **raw) for name in ("k", "q")),
-        *(Tile(name, (64, 128), "bf16", wide, **made) for name in ("kd", "qd", "kr")),
+        *(Tile(name, (64, 128), "bf16", wide, **made) for name in ("kd", "qd", "kr", "kr_low")),
         Tile("rows", (112, 128), "bf16", wide, stages=2, first="pairs", last="pairs"),
-        *([] if backward else [Tile("v", (64, 128), "bf16", wide)]),
         Tile("INV", (64, 64), "bf16", wide, first="publish"),
         Tile("L", (64, 64), "f32", RowPadded(72), first="pairs", last="publish"),
         Tile("mqk", (64, 64), "bf16", wide, first="gate"),
         Tile("totals", (12, 128), "f32", dense, first="gate", last="tiles"),
         Tile("factors", (4, 64), "f32", dense, first="gate", last="publish"),
-        Tile("barriers", (1, 2), "i64", dense),
+        Tile("barriers", (1, 1), "i64", dense),
     ]
 
 
@@ -148,33 +145,33 @@ def gradients_tiles(wide: Layout, precision: str, *, g: str = "bf16") -> list[Ti
     """Tiles of one chunk of 64 tokens, K = V = 128; `wide` is the layout of the fp32 tile gc, g the
     dtype of the raw gates, which are loaded twice.
 
-    Outputs take their tiles: dv that of dU, dq and dk those of q and k, dg that of raw.  M and L hold
-    both triangles, and nothing on the diagonal.
+    Tiles change their meaning in place: X becomes U, q and k their gradients, raw that of the gate.  M
+    and L hold both triangles, and nothing on the diagonal.
     """
     swizzle, dense = Swizzle128(), Dense()
     return [
-        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("q", "k", "dU")),
+        *(Tile(name, (64, 128), "bf16", swizzle) for name in ("q", "k")),
         *(Tile(name, (128, 128), "bf16", swizzle, last="multiply") for name in ("S", "dS")),
-        *(Tile(name, (64, 128), "bf16", swizzle, last="multiply") for name in ("do", "U")),
-        Tile("INV", (64, 64), "bf16", swizzle, last="first"),
+        *(Tile(name, (64, 128), "bf16", swizzle, last="multiply") for name in ("do", "dv", "X")),
+        Tile("INV", (64, 64), "bf16", swizzle, last="write"),
         Tile("g", (64, 128), g, swizzle, last="sum"),
-        Tile("gc", (64, 128), "f32", wide, first="gate", last="pairs"),
-        *(Tile(n, (64, 64), "bf16", swizzle, first="first", last="pairs") for n in ("M", "L")),
+        Tile("gc", (64, 128), "f32", wide, first="multiply", last="pairs"),
+        *(Tile(n, (64, 64), "bf16", swizzle, first="multiply", last="pairs") for n in ("M", "L")),
         Tile("exchange", (64, 128), "f32", dense, first="pairs"),
         Tile("krdkr", (64, 128), "f32", dense, first="pairs"),
         Tile("raw", (64, 128), g, swizzle, first="pairs"),
-        Tile("gate_sums", (8, 128), "f32", dense, first="sum", last="first"),
+        Tile("gate_sums", (8, 128), "f32", dense, first="sum", last="multiply"),
         Tile("sums", (4, 128), "f32", dense, first="pairs"),  # see gradients.schedule.Sum
         Tile("dots", (16, 64), "f32", dense, first="pairs"),  # parts of q . dq, then of k . dk
-        Tile("dgT", (2, 128), "f32", dense, first="multiply"),
-        Tile("rows", (12, 64), "f32", dense),  # see gradients.schedule.Row
+        Tile("dgT", (3, 128), "f32", dense, first="multiply"),  # halves of sum_v dS S; exp(gT)
+        Tile("rows", (11, 64), "f32", dense),  # see gradients.schedule.Row
         Tile("chunk", (1, 8), "i64", dense),
-        Tile("barriers", (1, 6), "i64", dense),
+        Tile("barriers", (1, 7), "i64", dense),
     ]
 
 
 GRADIENTS = Family(
-    steps=("load", "sum", "gate", "first", "multiply", "pairs", "columns"),
+    steps=("load", "sum", "write", "multiply", "pairs", "columns"),
     tiles=gradients_tiles,
     layouts={"default": GroupPadded(4, 136, 552), "padded": RowPadded(136)},
     precisions=("bf16",),

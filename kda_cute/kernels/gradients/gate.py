@@ -75,7 +75,7 @@ class Gate:
         return sums
 
     def publish(self, base, tid, sums):
-        """gc = cumsum of the gate in log2, once every thread's total is there."""
+        """gc = cumsum of the gate in log2, once every thread's total is there; exp(gT) to `dgT`."""
         pair, span = tid % PAIRS, tid // PAIRS
         totals, gc = (self.plan[name].view(base) for name in ("gate_sums", "gc"))
         before = [Float32(0)] * 2
@@ -86,6 +86,12 @@ class Gate:
             store_two(
                 gc, SPAN * span + r, pair, [x[r] + y for x, y in zip(sums, before, strict=True)]
             )
+        self.publish_last(base, pair, span, [x[-1] + y for x, y in zip(sums, before, strict=True)])
+
+    @cute.jit
+    def publish_last(self, base, pair: Int32, span: Int32, total):
+        if span == SPANS - 1:
+            store_two(self.plan["dgT"].view(base), 2, pair, [exp2(x) for x in total])
 
     def activate(self, x, rate, bias, lower_bound):
         """The gate in log2 of the decay."""
@@ -142,7 +148,9 @@ class Gate:
         sums, dgT = (self.plan[name].view(base) for name in ("sums", "dgT"))
         dA = Float32(0)
         channel = [BLOCK * place.channels + place.r + 8 * half for half in range(2)]
-        rest = [sums[Sum.LOWER + place.half, c] + (dgT[0, c] + dgT[1, c]) for c in channel]
+        rest = [
+            sums[Sum.LOWER + place.half, c] + (dgT[0, c] + dgT[1, c]) * dgT[2, c] for c in channel
+        ]
         ddt = [Float32(0)] * 2
         token = 32 * place.half + 2 * place.c
         for block in range(2):

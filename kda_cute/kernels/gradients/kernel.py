@@ -2,11 +2,11 @@
 
 One CTA works on one (chunk, head); chunks don't depend on each other.  gc is the running sum of the
 gate in the chunk, gT its last value, kn and qn the normalised keys and queries, and S [V, K] the
-state on entering the chunk, dS the gradient of the state on leaving it; U is that of `factors`, over
-b; dvc = INV^T dU and dv = b dvc.
+state on entering the chunk, dS the gradient of the state on leaving it; X is that of `factors`, and
+U = INV X what the tokens write, over b.
 
     dM = do U^T diag(b)    dL = -dv U^T diag(b)    of pairs i > j, and dM of i = j
-    db = sum_v dvc U
+    b db = sum_v dv U, the diagonal of dv U^T
     dqn = scale e^gc do S + what pairs add
     dkn = -e^gc dv S + b e^(gT - gc) U dS + what pairs add
     dgc = qn scale e^gc do S - kn e^gc dv S + what pairs add
@@ -14,10 +14,10 @@ b; dvc = INV^T dU and dv = b dvc.
 
 then the backward of norms, gate and beta.  Steps:
 
-    load      TMA, in the order of need: g, k, q, do, S, U, dS, dU, INV
-    sum, gate gc, b, norms; do S^T and U dS^T
-    first     warpgroups 0, 1: dv, over dU, and db; warpgroups 2, 3: M = dM times norms
-    multiply  L = dL times norms; dv S^T; sum_v dS S; dv to global memory
+    load      TMA, in the order of need: g, X, INV, k, q, do, S, dS, dv
+    sum       b, sums of the gate over spans of tokens
+    write     U over X, by warpgroups 0 and 1; norms
+    multiply  gc; do S^T, U dS^T, dv S^T; M = dM and L = dL, times norms; sum_v dS S
     pairs     see `pairs`: registers hold dq, dk, dgc of 16 channels and 32 tokens of a warp; TMA
               brings g again
     columns   sums over tokens and over channels, norms, gate; TMA takes dq, dk, dg out
@@ -61,8 +61,8 @@ from .schedule import (
 )
 from .tokens import Tokens
 
-TOKEN_TILES = ("g", "k", "q", "do")
-STORED = {"dq": "q", "dk": "k", "dv": "dU", "dg": "raw"}  # tiles that are copied out
+TOKEN_TILES = ("g", "k", "q", "do", "dv")
+STORED = {"dq": "q", "dk": "k", "dg": "raw"}  # tiles that are copied out
 
 
 class Gradients:
@@ -79,17 +79,16 @@ class Gradients:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, do: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
-        chunk: cute.Tensor, dchunk: cute.Tensor, factors: cute.Tensor,
-        dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
-        parameters,
+        dv: cute.Tensor, chunk: cute.Tensor, dchunk: cute.Tensor, factors: cute.Tensor,
+        dq: cute.Tensor, dk: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor, parameters,
         scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        c, d = records.parts("chunk", chunk), records.parts("chunk", dchunk)
+        c, dS = records.parts("chunk", chunk), records.parts("dchunk", dchunk)["dS"]
         INV = records.parts("backward factors", factors)["INV"]
         m = Gmem(
-            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, c["S"], d["S"], c["U"], d["U"], INV,
-            dq, dk, dv, dg, dbeta, *self.split(parameters, q.shape[2]),
+            q, k, do, g, beta, A_log, dt_bias, cu_seqlens, dv, c["S"], dS, c["X"], INV,
+            dq, dk, dg, dbeta, *self.split(parameters, q.shape[2]),
         )  # fmt: skip
         options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
         modes = lambda name: [1, 3, 2, 0] if name in TOKEN_TILES else [2, 3, 1, 0]  # noqa: E731
@@ -154,10 +153,11 @@ class Gradients:
         """Issue all copies, in the order in which they are wanted."""
         by_bar = {
             Bar.GATE: ("g",),
+            Bar.INVERSE: ("X", "INV"),
             Bar.ROWS: ("k", "q"),
             Bar.START: ("do", "S"),
-            Bar.END: ("U", "dS"),
-            Bar.INVERSE: ("dU", "INV"),
+            Bar.END: ("dS",),
+            Bar.VALUES: ("dv",),
         }
         for bar, names in by_bar.items():
             self.expect(bars + bar, names)
@@ -228,39 +228,34 @@ class Gradients:
         cute.arch.mbarrier_wait(bars + Bar.ROWS, 0)
         if at.rows < C:
             cute.arch.mbarrier_wait(bars + Bar.START, 0)
+            cute.arch.mbarrier_wait(bars + Bar.VALUES, 0)
             self.zero_tail(at, base, tid)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
+        if warp < 8:
+            cute.arch.mbarrier_wait(bars + Bar.INVERSE, 0)
+            self.products.write(base, tid)
+            cute.arch.fence_view_async_shared()  # U is an operand
+        elif const_expr(self.config.every_thread):
+            cute.arch.sync_threads()  # in `write`, that of the others
         self.tokens.norms(base, tid, o)
-        cute.arch.sync_threads()  # gate totals, b, norms
+        cute.arch.sync_threads()  # gate totals, b, norms, U
         cute.arch.mbarrier_wait(bars + Bar.START, 0)
         acc_q = self.products.by_state(base, tid, "S", "do")
         self.gate.publish(base, tid, sums)
         cute.arch.mbarrier_wait(bars + Bar.END, 0)
-        acc_kr = self.products.by_state(base, tid, "dS", "U")
+        acc_kr = self.products.by_state(base, tid, "dS", "X")
         self.prefetch(m, copies, grid, at, base, warp)
-        cute.arch.mbarrier_wait(bars + Bar.INVERSE, 0)
-        if warp < 8:
-            self.products.values(base, tid, lane)
-        else:
-            acc = self.products.by_tokens(base, tid - 2 * GROUP, 2, "do")
-            warpgroup.wait_group(0)
-            self.products.publish(base, tid - 2 * GROUP, lane, acc, "M", 1.0)
-            if const_expr(self.config.every_thread):
-                cute.arch.sync_threads()  # in `values`, that of the others
-        cute.arch.fence_view_async_shared()  # dv is an operand, and copied out
-        cute.arch.sync_threads()  # gc, dv, M
-        acc_L = self.products.by_tokens(base, tid, 4, "dU")
-        acc_k = self.products.by_state(base, tid, "S", "dU")
-        if at.rows == C:
-            self.store(stores, ("dv",), at, base, warp)
-        else:
-            self.tokens.store_rows(m.dv, "dU", at, base, tid)
+        acc_M = self.products.by_tokens(base, tid, "do")
+        cute.arch.mbarrier_wait(bars + Bar.VALUES, 0)
+        acc_L = self.products.by_tokens(base, tid, "dv")
+        acc_k = self.products.by_state(base, tid, "S", "dv")
         self.products.decay(base, lane, warp % 8, warp // 8)
         warpgroup.wait_group(1)
+        self.products.publish(base, tid, lane, acc_M, "M", 1.0)
         self.products.publish(base, tid, lane, acc_L, "L", -1.0)
         warpgroup.wait_group(0)
-        cute.arch.sync_threads()  # L; the states are free
+        cute.arch.sync_threads()  # gc, M, L; the states are free
         self.load_again(copies.g, at, base, bars, warp)
         place = Place(again(warp), again(lane))
         registers = self.combine(base, place, acc_q, acc_k, acc_kr)
@@ -310,7 +305,7 @@ class Gradients:
             self.zero(base, i // D, i % D)
 
     def zero(self, base, row, col):
-        for name in ("q", "k", "do"):
+        for name in ("q", "k", "do", "dv"):
             self.plan[name].view(base)[row, col] = BFloat16(0)
 
     def combine(self, base, place, acc_q, acc_k, acc_kr):
@@ -411,9 +406,9 @@ def trace(config: Config):
     tokens = lambda dtype: strided(dtype, B, T, H, D)  # noqa: E731
     arguments = (
         tokens(BFloat16), tokens(BFloat16), tokens(BFloat16), tokens(g), scalars(beta, B, T, H),
-        A_log, dt_bias, cu,
-        *(records.fake(kind, slots, H) for kind in ("chunk", "chunk", "backward factors")),
-        *(tokens(BFloat16) for _ in range(3)), tokens(g), scalars(beta, B, T, H), parameters,
+        A_log, dt_bias, cu, tokens(BFloat16),
+        *(records.fake(kind, slots, H) for kind in ("chunk", "dchunk", "backward factors")),
+        tokens(BFloat16), tokens(BFloat16), tokens(g), scalars(beta, B, T, H), parameters,
         Float32(0), Float32(0), Float32(0), Int32(0), Int32(0),
     )  # fmt: skip
     return Gradients(config), arguments

@@ -12,10 +12,9 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from ...device import warpgroup as wg
-from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.sync import meet
-from ...device.warp_mma import WarpMma, packed_bf16, quad_sum, select
+from ...device.warp_mma import WarpMma, packed_bf16, select
 from .schedule import BLOCK, GROUP, C, D, NamedBar, Row
 
 
@@ -36,7 +35,7 @@ class Products:
         return acc
 
     def decay(self, base, lane, channels, half):
-        """sum_v dS S of 16 channels over half of v, on the diagonal of dS^T S, times exp(gT)."""
+        """sum_v dS S of 16 channels over half of v, on the diagonal of dS^T S."""
         mma = WarpMma("bf16")
         acc = mma.accumulators(1, 2)
         names = LaneRows(lane)
@@ -50,93 +49,54 @@ class Products:
             for n in range(2):
                 mma.step(acc, 0, n, a, b[n])
         r, c = lane // 4, lane % 4
+        line = self.plan["dgT"].view(base)
         for n in range(2):
             for i in range(2):
-                self.keep_decay(
-                    base, 2 * c + i == r, half, BLOCK * channels + 8 * n + r, acc[(i, n), 0, n]
-                )
-
-    @cute.jit
-    def keep_decay(self, base, mine: Boolean, half: Int32, channel: Int32, total: Float32):
-        gc, dgT = (self.plan[name].view(base) for name in ("gc", "dgT"))
-        if mine:
-            dgT[half, channel] = total * exp2(gc[C - 1, channel])
+                channel = BLOCK * channels + 8 * n + r
+                self.keep_if(2 * c + i == r, line, half, channel, acc[(i, n), 0, n])
 
     # ------------------------------------------------------------ of values
-    def values(self, base, tid, lane):
-        """dvc = INV^T dU; dv = b dvc over dU, and sum_v dvc U, the gradient of b; warpgroups 0 and 1,
-        half of v each.
-        """
-        mma = wg.tiled_mma("MN", "MN", 64, groups=(1, 2))
+    def write(self, base, tid):
+        """U = INV X over X; warpgroups 0 and 1, half of v each."""
+        mma = wg.tiled_mma("K", "MN", 64, groups=(1, 2))
         acc = wg.accumulator(mma, C, D)
-        a = wg.operand_a(mma, tid, self.plan["INV"].view(base, transposed=True))
-        b = wg.operand_b(mma, tid, self.plan["dU"].view(base, transposed=True))
+        a = wg.operand_a(mma, tid, self.plan["INV"].view(base))
+        b = wg.operand_b(mma, tid, self.plan["X"].view(base, transposed=True))
         wg.gemm(mma, acc, a, b)
-        U = cute.make_rmem_tensor(acc.shape, BFloat16)
-        wg.load_matrix(mma, tid, U, self.plan["U"].view(base))
         warpgroup.wait_group(0)
-        line = self.plan["rows"].view(base)
-        group, row = tid // GROUP, tid % GROUP // 32 * 16 + lane // 4
-        rounded = cute.make_rmem_tensor(acc.shape, BFloat16)
-        wide = U.load().to(Float32)
-        u = cute.make_rmem_tensor(acc.shape, Float32)
-        u.store(wide)
-        for half in range(2):
-            b = line[Row.B, row + 8 * half]
-            total = Float32(0)
-            for n in range(cute.size(acc) // 4):
-                for i in range(2):
-                    e = i + 2 * half + 4 * n
-                    total = total + acc[e] * u[e]
-                    acc[e] = acc[e] * b
-            self.keep_row(line, Row.DBETA + group, row + 8 * half, lane, quad_sum(total))
-        rounded.store(acc.load().to(BFloat16))
-        meet(self.config, NamedBar.DV + group, GROUP)  # dU was read
-        wg.store_matrix(mma, tid, rounded, self.plan["dU"].view(base))
-
-    @cute.jit
-    def keep_row(self, line: cute.Tensor, row, token: Int32, lane: Int32, total: Float32):
-        if lane % 4 == 0:
-            line[row, token] = total
+        meet(self.config, NamedBar.WRITTEN + tid // GROUP, GROUP)  # X was read
+        wg.store_matrix(mma, tid, wg.rounded(acc), self.plan["X"].view(base))
 
     # ------------------------------------------------------------ of tokens
-    def by_tokens(self, base, tid, groups, left):
-        """Issue left U^T, [64, 64], by that many warpgroups; tid counts from their first thread."""
-        mma = wg.tiled_mma("K", "K", C // groups, groups=(1, groups))
+    def by_tokens(self, base, tid, left):
+        """Issue left U^T, [64, 64]: a warpgroup has 16 columns."""
+        mma = wg.tiled_mma("K", "K", BLOCK, groups=(1, 4))
         acc = wg.accumulator(mma, C, C)
         a = wg.operand_a(mma, tid, self.plan[left].view(base))
-        b = wg.operand_b(mma, tid, self.plan["U"].view(base))
+        b = wg.operand_b(mma, tid, self.plan["X"].view(base))
         wg.gemm(mma, acc, a, b)
         return acc
 
-    def publish(self, base, tid, lane, acc, name, sign):
-        """The strictly lower half of the product, times the rows' factors, to both triangles of the
-        tile M or L; the pairs of neighbours, and M's diagonal, to `rows`.  A warp has a row of blocks
-        of 16 by 16.
-        """
-        blocks = cute.size(acc) // 8
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        for n in range(blocks):
-            self.publish_block(
-                base, lane, acc, name, sign, n, warp % 4, warp // 4 * blocks + n
-            )  # fmt: skip
-
     @cute.jit
-    def publish_block(
-        self, base, lane: Int32, acc: cute.Tensor, name: cutlass.Constexpr, sign: cutlass.Constexpr,
-        n: cutlass.Constexpr, i: Int32, j: Int32,
+    def publish(
+        self, base, tid: Int32, lane: Int32, acc: cute.Tensor, name: cutlass.Constexpr,
+        sign: cutlass.Constexpr,
     ):  # fmt: skip
-        """The block number n of the warp, at (i, j) in blocks."""
+        """The strictly lower half of the product, times the rows' factors, to both triangles of the
+        tile M or L; the pairs of neighbours, and what the diagonals hold, to `rows`.  A warp has a
+        block of 16 by 16.
+        """
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        i, j = warp % 4, warp // 4
         if i > j:
             self.store_block(
-                base, lane, name, i, j, self.scaled(base, lane, acc, name, sign, n, i, j)
+                base, lane, name, i, j, self.scaled(base, lane, acc, name, sign, i, j)
             )
         if i == j:
-            self.store_diagonal(
-                base, lane, name, i, self.scaled(base, lane, acc, name, sign, n, i, j)
-            )
+            values = self.scaled(base, lane, acc, name, sign, i, j)
+            self.store_diagonal(base, lane, name, i, values, acc)
 
-    def scaled(self, base, lane, acc, name, sign, n, i, j):
+    def scaled(self, base, lane, acc, name, sign, i, j):
         """Values of a block times factors of their rows and columns, in the order i + 2 half + 4 s."""
         line, (r, c) = self.plan["rows"].view(base), (lane // 4, lane % 4)
         left = Row.FQ if name == "M" else Row.FK
@@ -147,7 +107,7 @@ class Products:
             row = line[Row.BK, None]
             cute.autovec_copy(cute.local_tile(row, (2,), (BLOCK // 2 * j + 4 * s + c,)), fk)
             out += [
-                acc[8 * n + 4 * s + 2 * h + e] * (f[h] * fk[e]) for h in range(2) for e in range(2)
+                acc[4 * s + 2 * h + e] * (f[h] * fk[e]) for h in range(2) for e in range(2)
             ]
         return out
 
@@ -159,8 +119,8 @@ class Products:
         row, chunk = names.columns_first()
         MatrixRows(tile, base, 0, BLOCK * j + row, 2 * i + chunk).store(rounded, transpose=True)
 
-    def store_diagonal(self, base, lane, name, i, values):
-        """A block on the diagonal: its lower half, and that transposed."""
+    def store_diagonal(self, base, lane, name, i, values, acc):
+        """A block on the diagonal: its lower half, and that transposed.  acc: without the factors."""
         line, (r, c) = self.plan["rows"].view(base), (lane // 4, lane % 4)
         rounded = packed_bf16(values)
         four = cute.recast_tensor(rounded, Int32)  # by half, then s
@@ -177,9 +137,10 @@ class Products:
             even, odd = values[6 * half], values[6 * half + 1]
             at = BLOCK * i + 8 * half
             self.keep_if(r == 2 * c + 1, line, Row.PAIRS, first + at // 2 + c, even)
-            if name == "M":
-                value = select(r % 2 == 0, even, odd)
-                self.keep_if(r // 2 == c, line, Row.DIAGONAL, at + r, value)
+            own, row = (even, odd), Row.DIAGONAL
+            if name == "L":
+                own, row = (acc[6 * half], acc[6 * half + 1]), Row.DBETA
+            self.keep_if(r // 2 == c, line, row, at + r, select(r % 2 == 0, *own))
 
     @cute.jit
     def keep_if(self, mine: Boolean, line: cute.Tensor, row, at: Int32, value: Float32):

@@ -46,19 +46,20 @@ class Bar(enum.IntEnum):
 
     GATE = 0  # g
     ROWS = 1  # k, q
-    START = 2  # do, S
-    END = 3  # U, dS
-    INVERSE = 4  # dU, INV
-    AGAIN = 5  # g, for the backward
+    INVERSE = 2  # X, INV
+    START = 3  # do, S
+    END = 4  # dS
+    VALUES = 5  # dv
+    AGAIN = 6  # g, for the backward
 
 
 class NamedBar(enum.IntEnum):
     """Named barriers, with those after them: of the two warps that share channels (by warp % 8),
-    and of a warpgroup that makes dv.
+    and of a warpgroup that makes U.
     """
 
     HALVES = 1  # to 8
-    DV = 9  # and 10
+    WRITTEN = 9  # and 10
 
 
 class Row(enum.IntEnum):
@@ -71,10 +72,10 @@ class Row(enum.IntEnum):
     NQ = 4  # the same of q
     DIAGONAL = 5  # M_ii
     PAIRS = 6  # M_ij of i = j + 1 odd, at (i - 1) / 2, and L_ij, at 32 + (i - 1) / 2
-    DBETA = 7  # and 8: halves, in v, of the sums over v
-    DA = 9  # warps' parts of dA_log
-    SLOPE = 10  # of B by the raw beta
-    BK = 11  # B / norm of k
+    DBETA = 7  # sum_v dv U
+    DA = 8  # warps' parts of dA_log
+    SLOPE = 9  # of B by the raw beta, over B
+    BK = 10  # B / norm of k
 
 
 class Sum(enum.IntEnum):
@@ -95,14 +96,13 @@ class Gmem(NamedTuple):
     A_log: cute.Tensor  # [H] f32, or None
     dt_bias: cute.Tensor  # [H, 128] f32, or None
     cu_seqlens: cute.Tensor  # [N + 1] int32, or None
+    dv: cute.Tensor  # [B, T, H, 128] bf16
     S: cute.Tensor  # [slots, H, 128 (V), 128 (K)] bf16, on entering the chunk
     dS: cute.Tensor  # the same, of the state on leaving it
-    U: cute.Tensor  # [slots, H, 64, 128] bf16, over b
-    dU: cute.Tensor
+    X: cute.Tensor  # [slots, H, 64, 128] bf16
     INV: cute.Tensor  # [slots, H, 64, 64] bf16
     dq: cute.Tensor  # [B, T, H, 128] bf16
     dk: cute.Tensor
-    dv: cute.Tensor
     dg: cute.Tensor  # [B, T, H, 128], as g
     dbeta: cute.Tensor  # [B, T, H], as beta
     dA_part: cute.Tensor  # [slots, H] f32, or None
@@ -136,10 +136,10 @@ class Copies(NamedTuple):
     k: Tma
     q: Tma
     do: Tma
+    dv: Tma
     S: Tma
-    U: Tma
     dS: Tma
-    dU: Tma
+    X: Tma
     INV: Tma
 
 
@@ -148,7 +148,6 @@ class Stores(NamedTuple):
 
     dq: Tma  # from the tile q
     dk: Tma  # from k
-    dv: Tma  # from dU
     dg: Tma  # from raw
 
 
@@ -174,8 +173,8 @@ def mma_account(config: Config) -> list[MmaRow]:
         ("do S^T", wgmma_bf16(32), 4, D // 16),
         ("U dS^T", wgmma_bf16(32), 4, D // 16),
         ("dv S^T", wgmma_bf16(32), 4, D // 16),
-        ("dvc = INV^T dU", wgmma_bf16(64), 2, C // 16),
-        ("dM", wgmma_bf16(32), 2, D // 16),
+        ("U = INV X", wgmma_bf16(64), 2, C // 16),
+        ("dM", wgmma_bf16(16), 4, D // 16),
         ("dL", wgmma_bf16(16), 4, D // 16),
         ("sum_v dS S", MMA_BF16, WARPS, C // BLOCK * 2),
         # two blocks by two, two column tiles: a and y, or two operands of y
@@ -207,9 +206,9 @@ def budget(config: Config) -> Budget:
         implied={
             MMA_BF16: channels * (2 * STEPS + 6 * 4 * 2 + blocks * (1 + 2 * 2)),
             MMA_BF16_K8: channels * blocks * (2 + 2 * 2),
-            wgmma_bf16(32): (3 * 2 * 2 + 2) * D // 16,
+            wgmma_bf16(32): 3 * 2 * 2 * D // 16,
             wgmma_bf16(64): 2 * C // 16,
-            wgmma_bf16(16): 4 * D // 16,
+            wgmma_bf16(16): 2 * 4 * D // 16,
         },
         ffma=640,
     )

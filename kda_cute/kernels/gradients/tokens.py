@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...device.math import LOG2E, exp2, sigmoid
+from ...device.math import LOG2E, at_least, exp2, sigmoid
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import packed_bf16, select, unpack_bf16
 from .schedule import BLOCK, NORM_EPS, THREADS, C, Chunk, D, Gmem, Options, Row
@@ -28,13 +28,14 @@ class Tokens:
         """b of the chunk's tokens; 0 past the end."""
         line = self.plan["rows"].view(base)
         if tid < C:
-            b, slope = Float32(0), o.beta_scale
+            b, slope = Float32(0), Float32(0)
             if tid < at.rows:
                 b = Float32(m.beta[at.b, at.token + tid, at.h])
+                slope = cute.arch.rcp_approx(at_least(b))
                 if o.beta_sigmoid != 0:
                     z = exp2(-cute.math.absf(b) * LOG2E)
                     s = cute.arch.rcp_approx(1.0 + z)
-                    slope = slope * (z * s * s)  # s (1 - s), without 1 - s
+                    slope = select(b > 0.0, z * s, s)  # 1 - sigmoid, without the difference
                     b = sigmoid(b)
                 b = b * o.beta_scale
             line[Row.B, tid] = b
@@ -145,7 +146,7 @@ class Tokens:
         """dbeta with respect to the raw beta, by the first threads from tid = 0 on."""
         line = self.plan["rows"].view(base)
         if (tid >= 0) & (tid < at.rows):
-            db = (line[Row.DBETA, tid] + line[Row.DBETA + 1, tid]) * line[Row.SLOPE, tid]
+            db = line[Row.DBETA, tid] * line[Row.SLOPE, tid]
             m.dbeta[at.b, at.token + tid, at.h] = db.to(m.dbeta.element_type)
 
 

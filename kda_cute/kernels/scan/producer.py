@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...device import tma
 from .schedule import Bar, C, Gmem, Walk
 
-WHOLE = ("w", "kr", "qd", "mqk", "qk", "eg")  # tiles of a stage that all warpgroups share
+WHOLE = ("kd", "z", "qd", "p", "qk", "eg")  # tiles of a stage that all warpgroups share
 
 
 class _Producer:
@@ -20,7 +20,7 @@ class _Producer:
 
     def __init__(self, config, plan):
         self.config, self.plan = config, plan
-        self.stages = plan["w"].stages
+        self.stages = plan["kd"].stages
         loaded = (*WHOLE, *(self.columns,) * config.groups)
         self.bytes = sum(plan[name].copy_bytes for name in loaded)
 
@@ -40,8 +40,11 @@ class _Producer:
             copy, tile = getattr(copies, name), self.plan[name].view(base, s)
             self.copy_block(copy.tensor[None, None, walk.h, walk.slot + chunk], copy, tile, full)
 
-    def copy_columns(self, rows, copy, walk, base, full, s):
-        """Each warpgroup's 64 columns of [token, v]."""
+    def copy_columns(self, copy, walk, base, full, s, chunk):
+        """Each warpgroup's 64 columns v of 64 tokens; those past the sequence's end come along."""
+        rows = cute.domain_offset(
+            (walk.token + C * chunk, 0), copy.tensor[None, None, walk.h, walk.batch]
+        )
         for g in range(self.config.groups):
             tile = self.plan[self.columns].view(base, s * self.config.groups + g)
             self.copy_block(rows, copy, tile, full, walk.block + g)
@@ -60,34 +63,30 @@ class _Producer:
 
 
 class ProducerRole(_Producer):
-    """Forward: u of a slot."""
+    """Forward."""
 
-    columns = "u"
+    columns = "v"
 
     def copy_chunk(self, m, walk, base, full, s, it, copies):
         """Issue the copies of one chunk's stage; they complete on `full`.  What the first products
         read comes first.
         """
         where = walk, base, full, s, it
-        self.copy_tiles(("w", "qd"), *where, copies)
-        u = copies.u.tensor[None, None, walk.h, walk.slot + it]
-        self.copy_columns(u, copies.u, walk, base, full, s)
+        self.copy_tiles(("kd", "qd"), *where, copies)
+        self.copy_columns(copies.v, *where)
         self.copy_lines(m, *where)
-        self.copy_tiles(("kr", "mqk"), *where, copies)
+        self.copy_tiles(("z", "p"), *where, copies)
 
 
 class ReverseProducerRole(_Producer):
-    """Backward: do of 64 tokens; those past the sequence's end come along."""
+    """Backward."""
 
     columns = "do"
 
     def copy_chunk(self, m, walk, base, full, s, it, copies):
         """Likewise."""
-        chunk = walk.backward(it)
-        where = walk, base, full, s, chunk
-        do = copies.do.tensor[None, None, walk.h, walk.batch]
-        do = cute.domain_offset((walk.token + C * chunk, 0), do)
-        self.copy_columns(do, copies.do, walk, base, full, s)
-        self.copy_tiles(("mqk", "kr"), *where, copies)
+        where = walk, base, full, s, walk.backward(it)
+        self.copy_columns(copies.do, *where)
+        self.copy_tiles(("p", "z"), *where, copies)
         self.copy_lines(m, *where)
-        self.copy_tiles(("qd", "w"), *where, copies)
+        self.copy_tiles(("qd", "kd"), *where, copies)

@@ -18,6 +18,7 @@ C, D = 64, 128  # tokens of a chunk; K = V
 ROWS = 64  # columns v of a consumer warpgroup: rows of S^T
 WARPS = 4  # of a warpgroup
 GROUP = 128  # threads of a warpgroup
+PIECES = ROWS // 8  # of 16 bytes, in a row of a tile [token, v]
 
 
 class Cta:
@@ -25,7 +26,7 @@ class Cta:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the consumers, and a warpgroup that holds the producer and the storers."""
+        """Threads of a CTA: the consumers, and a warpgroup whose first warp is the producer."""
         return GROUP * (self.groups + 1)
 
     @property
@@ -38,7 +39,7 @@ class Cta:
 class Config(Cta):
     """groups: consumer warpgroups of a CTA, 1 or 2; a CTA owns 64 groups columns v.  initial:
     "none", "bf16" or "f32"; final: the last state is written; save: so are the state on entering
-    each chunk, and U.  layout: a plan's name.
+    each chunk, and X.  layout: a plan's name.
 
     every_lane: see `device.sync.arrive`.
     """
@@ -78,42 +79,13 @@ class Registers(NamedTuple):
 
 
 class Bar(enum.IntEnum):
-    """Mbarriers: one a stage of the first two, one a stage of what is staged of the others."""
+    """Indices of mbarriers, in units of the number of stages."""
 
     FULL = 0  # producer -> consumers: the tiles of a chunk
     EMPTY = 1  # consumers -> producer
-    STAGED = 2  # consumers -> storer: the outputs of a chunk
-    FREE = 3  # storer -> consumers
-
-    def first(self, stages: int, buffers: int) -> int:
-        """Index of the first of them."""
-        return self * stages if self < 2 else 2 * stages + (self - 2) * buffers
 
 
 STAGING_BARRIER = 1  # named barriers of a consumer warpgroup: this one and the next, by group
-
-
-class Buffers:
-    """Where a consumer warpgroup stages a chunk's outputs, and the barriers of that place.
-
-    With `depth` 2 the copies out of one place run while the next chunk is staged in another.
-    """
-
-    def __init__(self, config, plan: Plan):
-        self.stages = plan["w"].stages
-        self.count = plan["dU" if config.reverse else "o"].stages
-        self.groups, self.depth = config.groups, self.count // config.groups
-
-    def index(self, group, it):
-        """Stage of the staged tiles for chunk `it` of the walk."""
-        return group + self.groups * (it % self.depth)
-
-    def parity(self, it):
-        """Of the phase that ends when chunk `it` is staged, or read."""
-        return it // self.depth & 1
-
-    def bar(self, bars, which: Bar, group, it):
-        return bars + which.first(self.stages, self.count) + self.index(group, it)
 
 
 class Gmem(NamedTuple):
@@ -124,32 +96,32 @@ class Gmem(NamedTuple):
     initial: cute.Tensor  # [N, H, 128 (V), 128 (K)] bf16 or f32, or None
     cu_seqlens: cute.Tensor  # [N + 1] int32, or None
     final: cute.Tensor  # [N, H, 128 (V), 128 (K)] f32, or None
-    o: cute.Tensor = None  # [B, T, H, 128 (V)] bf16; forward only
+    out: cute.Tensor  # [B, T, H, 128 (V)] bf16: o, or dv
 
 
 class Copies(NamedTuple):
-    """Tensor copies; the first two modes are the tile's, head and slot (o: head and batch) follow."""
+    """Tensor copies; the first two modes are the tile's, head and slot (v, o: head and batch) follow."""
 
-    w: Tma
-    kr: Tma
+    kd: Tma
+    z: Tma
     qd: Tma
-    u: Tma
-    mqk: Tma
+    p: Tma
+    v: Tma
     o: Tma
     states: Tma  # or None
-    U: Tma  # or None
+    X: Tma  # or None
 
 
 class ReverseCopies(NamedTuple):
-    """Likewise; do as o."""
+    """Likewise; do and dv as v and o."""
 
-    w: Tma
-    kr: Tma
+    kd: Tma
+    z: Tma
     qd: Tma
-    mqk: Tma
+    p: Tma
     do: Tma
+    dv: Tma
     dstates: Tma
-    dU: Tma
 
 
 class Extent(NamedTuple):
@@ -171,24 +143,24 @@ def mma_account(config: Config | ReverseConfig) -> list[MmaRow]:
     """Where the tensor-core instructions of a chunk are: every one is in the code once."""
     if config.reverse:
         products = [
-            ("do^T mqk", C, C // 16),
-            ("dS^T kr^T", C, D // 16),
+            ("do^T p", C, C // 16),
+            ("dS^T z^T", C, D // 16),
             ("do^T qd", D, C // 16),
-            ("dU^T w", D, C // 16),
+            ("dv^T kd", D, C // 16),
         ]
     else:
         products = [
-            ("S^T w^T", C, D // 16),
+            ("S^T kd^T", C, D // 16),
             ("S^T qd^T", C, D // 16),
-            ("U^T kr", D, C // 16),
-            ("U^T mqk^T", C, C // 16),
+            ("X^T z", D, C // 16),
+            ("X^T p^T", C, C // 16),
         ]
     return [MmaRow(name, wgmma_bf16(n), config.groups, steps) for name, n, steps in products]
 
 
 def budget(config: Config | ReverseConfig) -> Budget:
     """What the compiled kernel has to keep.  FFMA add the diagonal to the 32 registers of o, or
-    dU.
+    dv.
     """
     # Steps of products with n = C, n = D.
     by_tokens, by_keys = 2 * D // 16 + C // 16, C // 16

@@ -4,12 +4,13 @@ A thread's accumulators [64 v, n]: row 16 warp + lane // 4 + 8 half, column 8 n 
 at index [(i, half, n), 0, 0].
 """
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32
+from cutlass import BFloat16, Float32, Int32, Int64
 
-from ...device.sync import arrive
+from ...device import tma
 from ...device.warpgroup import load_matrix, store_matrix
-from .schedule import GROUP, ROWS, STAGING_BARRIER, Bar, Buffers, C, D
+from .schedule import GROUP, PIECES, ROWS, STAGING_BARRIER, C, D, Walk
 
 
 class StateRole:
@@ -17,8 +18,7 @@ class StateRole:
 
     def __init__(self, config, plan):
         self.config, self.plan = config, plan
-        self.stages = plan["w"].stages
-        self.buffers = Buffers(config, plan)
+        self.stages = plan["kd"].stages
 
     # ------------------------------------------------------------ global memory
     def state_elements(self, state, walk, group, tid):
@@ -73,28 +73,58 @@ class StateRole:
     def staging_barrier(self, group):
         cute.arch.barrier(barrier_id=STAGING_BARRIER + group, number_of_threads=GROUP)
 
-    def free_staging(self, bars, group, it):
-        """Wait until what was staged where chunk `it` goes has been read."""
-        free = self.buffers.bar(bars, Bar.FREE, group, it)
-        cute.arch.mbarrier_wait(free, self.buffers.parity(it) ^ 1)
+    @cute.jit
+    def free_staging(self, group: Int32, tid: Int32):
+        """Wait until the copies out of this warpgroup's staging tiles have read them."""
+        if cute.arch.make_warp_uniform(tid // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.staging_barrier(group)
 
-    def publish(self, bars, group, it):
-        """Tell the storer that chunk `it` is staged."""
-        cute.arch.fence_view_async_shared()
-        arrive(self.config, self.buffers.bar(bars, Bar.STAGED, group, it))
-
-    def stage(self, name, tiled, values, base, group, it, tid):
+    def stage(self, name, tiled, values, base, group, tid):
         """bf16 registers of S^T [v, k], or of [v, token], to a tile [v, k] or [token, v]."""
         tile = self.plan[name]
         transposed = tile.shape == (C, ROWS)
         shape = tiled.partition_shape_C((ROWS, C if transposed else D))
         values = cute.make_tensor(values.iterator, cute.make_layout(shape))
-        to = tile.view(base, self.buffers.index(group, it))
-        store_matrix(tiled, tid, values, to, transposed=transposed)
+        store_matrix(tiled, tid, values, tile.view(base, group), transposed=transposed)
 
+    @cute.jit
+    def zero_tail(self, name: cutlass.Constexpr, walk: Walk, base, stage: Int32, tid: Int32):
+        """Zero the rows of a loaded tile [token, v] past the sequence's end: they are another
+        sequence's, or anything, and 0 times NaN is NaN.
+        """
+        tile = self.plan[name].view(base, stage)
+        zeros = cute.make_rmem_tensor((8,), BFloat16)
+        zeros.fill(0.0)
+        for i in cutlass.range(walk.tail * PIECES + tid, C * PIECES, GROUP, unroll=1):
+            cute.autovec_copy(zeros, cute.local_tile(tile[i // PIECES, None], (8,), (i % PIECES,)))
 
-def rounded(acc):
-    """An accumulator's values in bf16."""
-    values = cute.make_rmem_tensor(acc.shape, BFloat16)
-    values.store(acc.load().to(BFloat16))
-    return values
+    def send(self, name, copy, walk, base, group, chunk):
+        """What is staged, to the chunk's slot."""
+        tile = self.plan[name]
+        block = walk.block + group
+        at = (0, block) if tile.shape == (C, ROWS) else (block, 0)
+        slot = copy.tensor[None, None, walk.h, walk.slot + chunk]
+        tma.store(copy, tile.view(base, group), cute.local_tile(slot, tile.shape, at))
+
+    def send_tokens(self, name, copy, walk, base, group, chunk):
+        """What is staged, to the chunk's tokens; all 64 of them are the sequence's."""
+        rows = cute.domain_offset(
+            (walk.token + C * chunk, 0), copy.tensor[None, None, walk.h, walk.batch]
+        )
+        block = cute.local_tile(rows, (C, ROWS), (0, walk.block + group))
+        tma.store(copy, self.plan[name].view(base, group), block)
+
+    @cute.jit
+    def copy_rows(
+        self, name: cutlass.Constexpr, out: cute.Tensor, walk: Walk, base, group: Int32, tid: Int32
+    ):
+        """The rows of a staged tile that the last chunk has, 16 bytes at a time."""
+        tile, token = self.plan[name].view(base, group), walk.token + C * (walk.chunks - 1)
+        for i in cutlass.range(tid, walk.tail * PIECES, GROUP, unroll=1):
+            row, piece = i // PIECES, i % PIECES
+            line = out[Int64(walk.batch), Int64(token + row), walk.h, None]
+            values = cute.make_rmem_tensor((8,), BFloat16)
+            cute.autovec_copy(cute.local_tile(tile[row, None], (8,), (piece,)), values)
+            to = (walk.block + group) * PIECES + piece
+            cute.autovec_copy(values, cute.local_tile(line, (8,), (to,)))

@@ -15,14 +15,13 @@ BY_TOKEN = [1, 3, 2, 0]  # of a tensor over tokens, head and batch last
 
 
 class Walker:
-    """A CTA walks a (sequence, head): consumer warpgroups, a producer warp, and storer warps."""
+    """A CTA walks a (sequence, head): consumer warpgroups, and a producer warp."""
 
-    def __init__(self, config, consumer, producer, storer):
+    def __init__(self, config, consumer, producer):
         self.config = config
         self.plan = shared_memory(config)
         self.consumer = consumer(config, self.plan)
         self.producer = producer(config, self.plan)
-        self.storer = storer(config, self.plan)
 
     # ------------------------------------------------------------ launch
     def load(self, name, tensor, modes=SLOTTED):
@@ -57,32 +56,24 @@ class Walker:
         if warp >= WARPS * self.config.groups:
             if const_expr(self.config.groups == 2):
                 cute.arch.setmaxregister_decrease(Registers().producer)
-            role = warp - WARPS * self.config.groups
-            if role == 0:
+            if warp == WARPS * self.config.groups:
                 walk = self.find_sequence(m.cu_seqlens, extent)
                 self.producer.run(m, walk, base, bars, copies)
-            elif role <= self.config.groups:
-                walk = self.find_sequence(m.cu_seqlens, extent)
-                self.storer.run(walk, base, bars, copies, role - 1)
         else:
             if const_expr(self.config.groups == 2):
                 cute.arch.setmaxregister_increase(Registers().consumer)
             walk = self.find_sequence(m.cu_seqlens, extent)
-            self.consumer.run(m, walk, base, bars, warp // WARPS)
+            self.consumer.run(m, walk, base, bars, copies, warp // WARPS)
 
     def init_barriers(self, bars):
         warp = 32 if self.config.every_lane else 1  # arrivals of a warp
-        stages, buffers = self.producer.stages, self.storer.buffers.count
-        counts = {
-            Bar.FULL: (stages, 1),
-            Bar.EMPTY: (stages, warp * WARPS * self.config.groups),
-            Bar.STAGED: (buffers, warp * WARPS),
-            Bar.FREE: (buffers, warp),
-        }
+        stages = self.producer.stages
         with cute.arch.elect_one():
-            for bar, (number, count) in counts.items():
-                for i in range(number):
-                    cute.arch.mbarrier_init(bars + bar.first(stages, buffers) + i, count)
+            for s in range(stages):
+                cute.arch.mbarrier_init(bars + Bar.FULL * stages + s, 1)
+                cute.arch.mbarrier_init(
+                    bars + Bar.EMPTY * stages + s, warp * WARPS * self.config.groups
+                )
 
     @cute.jit
     def find_sequence(self, cu_seqlens, extent: Extent):

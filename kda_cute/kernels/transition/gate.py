@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 
-from ...device.math import LOG2E, exp2, sigmoid, softplus
+from ...device.math import LOG2E, at_least, exp2, sigmoid, softplus
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import WarpMma, select, unpack_word, words
 from .columns import Columns, RowWords, falling, load_pair, store_pair
@@ -151,13 +151,16 @@ class Gate:
             b = Float32(raw.beta)
             if o.beta_sigmoid != 0:
                 b = sigmoid(b)
+            else:
+                if const_expr(self.config.backward):
+                    b = at_least(b)
             b = b * o.beta_scale
             line[Factor.B, tid] = select(tid < at.rows, b, Float32(0))
 
     @cute.jit
     def norms(self, m: Gmem, at: Chunk, base, warp: Int32, lane: Int32, o: Options):
-        """Factors of the rows of k and q (1 / norm, times scale for q), and the diagonal of q k^T,
-        from the diagonals of k k^T, q k^T and q q^T: eight rows a warp.
+        """Factors of the rows of k and q (1 / norm, times scale for q), and the diagonal of mqk, from
+        the diagonals of k k^T, q k^T and q q^T: eight rows a warp.
         """
         by_k, by_q = self.mma.accumulators(1, 1), self.mma.accumulators(1, 1)
         rows = MatrixRows(self.plan["k"], base, 0, 8 * warp + lane % 8, lane // 16)
@@ -185,4 +188,7 @@ class Gate:
             factors[Factor.Q, row] = fq
             bk = fk * factors[Factor.B, row]
             factors[Factor.BK, row] = bk
-            m.qk[at.slot, at.h, row] = (fk if self.config.backward else bk) * fq * qk
+            diagonal = bk * fq * qk
+            m.qk[at.slot, at.h, row] = diagonal
+            mqk = self.plan["mqk"].view(base)
+            mqk[row, row] = BFloat16(diagonal)

@@ -2,25 +2,21 @@
 
 One CTA makes the factors of one (chunk, head), in steps:
 
-    load      TMA: k, q, v; the gate by ordinary loads
+    load      TMA: k, q; the gate by ordinary loads
     gate      e = exp(g) in registers, products over blocks, eg = exp(gT), b
     gather    k and q to registers; norms of k and q
     pairs     L = tril(kn_i . kn_j e^(gc_i - gc_j), -1) diag(b) and mqk: wgmma, dyadic factors
-    tiles     kd = kn e^gc, qd = scale qn e^gc, kr = b kn e^(gT - gc)
+    tiles     kd = kn e^gc, qd = scale qn e^gc, kr = b kn e^(gT - gc) in two words
     invert    X = (I + L)^-1 in tf32: half the tokens by warps 0 and 1 of each warpgroup, before their
               tiles; what joins the halves by warps 2 and 3, after theirs
     publish   INV = X in bf16
-    multiply  wgmma: w = INV kd (warpgroup 0), u = INV v (warpgroup 1)
-    store     TMA: kr, qd and mqk as soon as they are there, then w and u
-
-The backward form has b in the rows of L and of kd, and makes INV in place of u: no v, and the
-warpgroups share w.
+    multiply  wgmma: z = INV^T kr, p = mqk INV; a warpgroup has half of the columns of both
+    store     TMA: kd and qd as soon as they are there, then z, p and, for a backward pass, INV
 
 Two CTAs fit an SM, so that one computes while the other waits.  A CTA that has issued its loads asks
 L2 for those of a CTA that starts later, of the same head some chunks on: a guess, which never
-matters for the results.  Tiles change their meaning in place:
-kd becomes w, v becomes u, L becomes X.  Rows past the sequence's end are zeroed in shared memory as
-they arrive.
+matters for the results.  Tiles change their meaning in place: kr becomes z, mqk becomes p, L becomes
+X.  Rows past the sequence's end are zeroed in shared memory as they arrive.
 """
 
 from typing import NamedTuple
@@ -35,7 +31,6 @@ from ...device import fakes, records, tma
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
 from ...device.slots import packed_chunk
-from ...device.sync import meet
 from ...device.warp_mma import packed_bf16, select
 from .columns import Columns, load_four
 from .gate import Gate
@@ -62,17 +57,19 @@ from .schedule import (
 from .tiles import Tiles
 
 
+STORED = {"kd": "kd", "qd": "qd", "z": "kr", "p": "mqk", "INV": "INV"}  # tensor -> its tile
+
+
 class Copies(NamedTuple):
     """Tensor copies, by the tensor at their other end."""
 
     k: tma.Tma
     q: tma.Tma
-    v: tma.Tma  # or None
-    w: tma.Tma
-    u: tma.Tma  # backward: of INV
-    kr: tma.Tma
+    kd: tma.Tma
     qd: tma.Tma
-    mqk: tma.Tma
+    z: tma.Tma
+    p: tma.Tma
+    INV: tma.Tma  # or None
 
 
 class Grid(NamedTuple):
@@ -94,36 +91,30 @@ class Transition:
         self.config = config
         self.plan = shared_memory(config)
         self.gate = Gate(config, self.plan)
-        self.pairs, self.tiles = Pairs(config, self.plan), Tiles(config, self.plan)
+        self.pairs, self.tiles = Pairs(config, self.plan), Tiles(self.plan)
         self.inverse = Inverse(config, self.plan)
 
     # ------------------------------------------------------------ launch
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v, g: cute.Tensor, beta: cute.Tensor,
+        self, q: cute.Tensor, k: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
         factors: cute.Tensor,
         scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         parts = records.parts(self.config.record, factors)
-        m = Gmem(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, *parts.values())
+        m = Gmem(q, k, g, beta, A_log, dt_bias, cu_seqlens, **parts)
         options = Options(scale, lower_bound, beta_scale, l2norm, beta_sigmoid)
         tokens = lambda t: tma.permuted(t, [1, 3, 2, 0])  # noqa: E731  (t, d, h, b)
         chunks = lambda t: tma.permuted(t, [2, 3, 1, 0])  # noqa: E731  (row, d, h, slot)
-        tiles = {"w": "kd", "u": "v", "kr": "kr", "qd": "qd", "mqk": "mqk"}
-        if const_expr(self.config.backward):
-            tiles["u"] = "INV"
         copies = Copies(
+            *(tma.make_load(tokens(getattr(m, name)), self.plan[name]) for name in ("k", "q")),
             *(
                 None
                 if const_expr(getattr(m, name) is None)
-                else tma.make_load(tokens(getattr(m, name)), self.plan[name])
-                for name in ("k", "q", "v")
-            ),
-            *(
-                tma.make_store(chunks(getattr(m, name)), self.plan[tile])
-                for name, tile in tiles.items()
+                else tma.make_store(chunks(getattr(m, name)), self.plan[tile])
+                for name, tile in STORED.items()
             ),
         )
         T, H = q.shape[1], q.shape[2]
@@ -157,20 +148,19 @@ class Transition:
             self.run(m, copies, options, grid, at, base, bars, warp)
 
     def load(self, copies, at, base, bars):
-        """Issue the copies of k and q, and of v."""
-        nbytes = self.plan["k"].copy_bytes
-        groups = [(Bar.QK, ("k", "q")), (Bar.V, ("v",))]
-        for bar, names in groups[:1] if self.config.backward else groups:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(bars + bar, len(names) * nbytes)
-            for name in names:
-                copy = getattr(copies, name)
-                block = self.block(copy, at, at.token)
-                tma.load(copy, block, self.plan[name].view(base), bars + bar)
+        """Issue the copies of k and q."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(
+                bars + Bar.QK, sum(self.plan[name].copy_bytes for name in ("k", "q"))
+            )
+        for name in ("k", "q"):
+            copy = getattr(copies, name)
+            block = self.block(copy, at, at.token)
+            tma.load(copy, block, self.plan[name].view(base), bars + Bar.QK)
 
     @staticmethod
     def block(copy, at, token):
-        """The [64, 128] block of q, k or v that starts at a token."""
+        """The [64, 128] block of q or k that starts at a token."""
         tokens = cute.domain_offset((token, 0), copy.tensor[None, None, at.h, at.b])
         return cute.local_tile(tokens, (C, D), (0, 0))
 
@@ -182,7 +172,7 @@ class Transition:
         token = at.token + grid.ahead
         if token < m.q.shape[1]:
             if warp == 1:
-                for name in ("k", "q") if self.config.backward else ("k", "q", "v"):
+                for name in ("k", "q"):
                     copy = getattr(copies, name)
                     tma.prefetch(copy, self.block(copy, at, token), self.plan[name].view(base))
             lines = D * m.g.element_type.width // (8 * L2_LINE)  # of a token's gates
@@ -212,8 +202,6 @@ class Transition:
         cute.arch.sync_threads()  # totals, b, mbarriers
         cute.arch.mbarrier_wait(bars + Bar.QK, 0)
         if at.rows < C:
-            if const_expr(not self.config.backward):
-                cute.arch.mbarrier_wait(bars + Bar.V, 0)
             self.zero_tail(at, base, tid)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
@@ -232,15 +220,13 @@ class Transition:
         if const_expr(self.config.every_thread):
             cute.arch.sync_threads()
         self.tiles.run(base, own)
-        cute.arch.fence_view_async_shared()  # kd, qd, kr, mqk
+        cute.arch.fence_view_async_shared()  # kd, qd, kr
         if const_expr(self.config.every_thread):
             cute.arch.sync_threads()
         if warp == STORING:
             if const_expr(not self.config.every_thread):
                 cute.arch.barrier(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
-            for name in ("kr", "qd", "mqk"):
-                self.store(getattr(copies, name), self.plan[name], at, base)
-            cute.arch.cp_async_bulk_commit_group()
+            self.store(copies, ("kd", "qd"), at, base)
         elif const_expr(not self.config.every_thread):
             cute.arch.barrier_arrive(barrier_id=NamedBar.TILES, number_of_threads=THREADS)
         if part < 2:
@@ -251,14 +237,9 @@ class Transition:
             self.inverse.corner(base, 2 + group, part - 2, lane)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()  # INV
-        if const_expr(self.config.backward):
-            self.multiply("kd", copies.w, at, base, warp, tid, 2)
-            self.store_from_first(copies.u, self.plan["INV"], at, base, warp)
-        elif warp < 4:
-            self.multiply("kd", copies.w, at, base, warp, tid, 1)
-        else:
-            cute.arch.mbarrier_wait(bars + Bar.V, 0)
-            self.multiply("v", copies.u, at, base, warp - 4, tid - GROUP, 1)
+        self.multiply(base, tid, lane)
+        if warp == 0:
+            self.store(copies, ("z", "p", "INV") if self.config.backward else ("z", "p"), at, base)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     # ------------------------------------------------------------ steps
@@ -282,7 +263,7 @@ class Transition:
             self.zero(base, i // D, i % D)
 
     def zero(self, base, row, col):
-        for name in ("k", "q") if self.config.backward else ("k", "q", "v"):
+        for name in ("k", "q"):
             self.plan[name].view(base)[row, col] = BFloat16(0)
 
     @cute.jit
@@ -305,35 +286,44 @@ class Transition:
                 above = MatrixRows(self.plan["INV"], base, 0, row, C // 16 + 2 * j)
                 above.store_piece(packed_bf16([Float32(0)] * 8), n)
 
-    def multiply(self, name, copy, at, base, warp, tid, groups):
-        """INV times the tile `name`, into its place and out, by one or two warpgroups."""
-        tile = self.plan[name]
-        mma = wg.tiled_mma("K", "MN", D // groups, groups=(1, groups))
-        acc = wg.accumulator(mma, C, D)
-        a = wg.operand_a(mma, tid, self.plan["INV"].view(base))
-        b = wg.operand_b(mma, tid, tile.view(base, transposed=True))
-        wg.gemm(mma, acc, a, b)
-        warpgroup.wait_group(0)
-        rounded = cute.make_rmem_tensor(acc.shape, BFloat16)
-        rounded.store(acc.load().to(BFloat16))
-        bar = NamedBar.GROUP + (name == "v")
-        meet(self.config, bar, GROUP * groups)  # all products ended
-        wg.store_matrix(mma, tid, rounded, tile.view(base))
-        cute.arch.fence_view_async_shared()
-        meet(self.config, bar, GROUP * groups)
-        self.store_from_first(copy, tile, at, base, warp)
-
     @cute.jit
-    def store_from_first(
-        self, copy: tma.Tma, tile: cutlass.Constexpr, at: Chunk, base, warp: Int32
-    ):
-        if warp == 0:
-            self.store(copy, tile, at, base)
-            cute.arch.cp_async_bulk_commit_group()
+    def multiply(self, base, tid: Int32, lane: Int32):
+        """z = INV^T kr over kr, half of the columns by each warpgroup, and p, the strictly lower part of
+        mqk INV, over mqk: by both, since half of its columns is too narrow an operand.
+        """
+        view = lambda name, transposed=False: self.plan[name].view(base, transposed=transposed)  # noqa: E731
+        group, within = tid // GROUP, tid % GROUP
+        by_keys = wg.tiled_mma("MN", "MN", D // 2, groups=(1, 2))
+        z = wg.accumulator(by_keys, C, D)
+        inverse = wg.operand_a(by_keys, tid, view("INV", transposed=True))
+        for name in ("kr", "kr_low"):
+            rows = wg.operand_b(by_keys, tid, view(name, transposed=True))
+            wg.gemm(by_keys, z, inverse, rows, accumulate=name == "kr_low")
+        by_tokens = wg.tiled_mma("K", "MN", C)
+        p = wg.accumulator(by_tokens, C, C)
+        mqk = wg.operand_a(by_tokens, within, view("mqk"))
+        wg.gemm(by_tokens, p, mqk, wg.operand_b(by_tokens, within, view("INV", transposed=True)))
+        warpgroup.wait_group(0)
+        for n in range(C // 8):
+            for half in range(2):
+                for i in range(2):
+                    e = i + 2 * half + 4 * n
+                    row, column = within // 32 * 16 + lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + i
+                    p[e] = select(column < row, p[e], Float32(0))
+        cute.arch.sync_threads()  # all products ended
+        wg.store_matrix(by_keys, tid, wg.rounded(z), view("kr"))
+        if group == 0:
+            wg.store_matrix(by_tokens, within, wg.rounded(p), view("mqk"))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
 
-    def store(self, copy, tile, at, base):
-        block = cute.local_tile(copy.tensor[None, None, at.h, at.slot], tile.shape, (0, 0))
-        tma.store(copy, tile.view(base), block)
+    def store(self, copies, names, at, base):
+        """Copy tiles to global memory; one warp."""
+        for name in names:
+            copy, tile = getattr(copies, name), self.plan[STORED[name]]
+            block = cute.local_tile(copy.tensor[None, None, at.h, at.slot], tile.shape, (0, 0))
+            tma.store(copy, tile.view(base), block)
+        cute.arch.cp_async_bulk_commit_group()
 
     # ------------------------------------------------------------ which chunk
     @cute.jit
@@ -365,11 +355,8 @@ def trace(config: Config):
         A_log, dt_bias = compact(Float32, H), compact(Float32, H, D)
     if config.varlen:
         cu = fakes.offsets()
-    tokens = [strided(BFloat16, B, T, H, D) for _ in range(3)]
-    if config.backward:
-        tokens[2] = None
     arguments = (
-        *tokens, strided(fakes.TYPES[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
+        strided(BFloat16, B, T, H, D), strided(BFloat16, B, T, H, D), strided(fakes.TYPES[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
         records.fake(config.record, slots, H),
         *(Float32(0),) * 3, Int32(0), Int32(0),
     )  # fmt: skip

@@ -192,19 +192,15 @@ class Pairs:
 
     def entries(self, base, values, s, of_k, start, r, c):
         """Pairs of neighbouring columns (of level 1, single ones) in the 8 x 8 squares that count:
-        L = kn_i . kn_j, or mqk = scale qn_i . kn_j, from raw products; times b_j, or backward L times
-        b_i.
+        L = b_j kn_i . kn_j, or mqk = scale b_j qn_i . kn_j, from raw products.
         """
         token = lambda p: ((p & -s) << 1) | (p & (s - 1))  # noqa: E731
         to_half = 0 if s == HALF else start  # level 32 has all right tokens
         width, col = (1, 2 * r) if s == 1 else (2, token(2 * c))
         row = start + token(r) + s
         factors = self.plan["factors"].view(base)
-        of_rows, of_columns = Factor.K, Factor.BK
-        if self.config.backward:
-            of_rows, of_columns = of_columns, of_rows
-        rows = Neighbours(factors, of_rows if of_k else Factor.Q, row, 1)
-        columns = Neighbours(factors, of_columns, to_half + col, width)
+        rows = Neighbours(factors, Factor.K if of_k else Factor.Q, row, 1)
+        columns = Neighbours(factors, Factor.BK, to_half + col, width)
         if of_k:
             out = Neighbours(self.plan["L"].view(base), row, to_half + col, width)
         else:

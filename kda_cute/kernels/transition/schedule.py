@@ -22,7 +22,7 @@ PAIR = 64  # of two warps
 LEVELS = ((1, 32), (16, 8), (4, 2))  # of the dyadic scheme, as they are multiplied
 NORM_EPS = 1e-6
 CTAS = 2  # that share an SM
-STORING = 5  # the warp that copies kr, qd and mqk out: inverts little, and has no corner
+STORING = 5  # the warp that copies kd and qd out: inverts little, and has no corner
 AHEAD = 132  # a CTA prefetches for one that starts at least so many later
 L2_LINE = 128  # bytes of a prefetch
 
@@ -30,7 +30,7 @@ L2_LINE = 128  # bytes of a prefetch
 @dataclass(frozen=True)
 class Config:
     """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
-    varlen: packed sequences; backward: INV instead of u, see `kda_cute.factors`.
+    varlen: packed sequences; backward: INV goes out too, and no b is below `factors.LEAST_B`.
 
     every_thread: see `device.sync.meet`.
     """
@@ -53,12 +53,11 @@ class Bar(enum.IntEnum):
     """Indices of mbarriers."""
 
     QK = 0
-    V = 1
 
 
 class NamedBar(enum.IntEnum):
     """Named barriers: of a warpgroup; of the two warps that invert a half; X of both halves is there;
-    kr, qd and mqk are.
+    kd and qd are.
     """
 
     GROUP = 1  # and 2
@@ -81,19 +80,18 @@ class Gmem(NamedTuple):
 
     q: cute.Tensor  # [B, T, H, 128] bf16
     k: cute.Tensor
-    v: cute.Tensor  # or None
     g: cute.Tensor  # [B, T, H, 128] bf16 or f32
     beta: cute.Tensor  # [B, T, H]
     A_log: cute.Tensor  # [H] f32, or None
     dt_bias: cute.Tensor  # [H, 128] f32, or None
     cu_seqlens: cute.Tensor  # [N + 1] int32, or None
-    w: cute.Tensor  # [slots, H, 64, 128] bf16
-    kr: cute.Tensor
+    kd: cute.Tensor  # [slots, H, 64, 128] bf16
+    z: cute.Tensor
     qd: cute.Tensor
-    u: cute.Tensor  # backward: INV [slots, H, 64, 64]
-    mqk: cute.Tensor  # [slots, H, 64, 64] bf16
+    p: cute.Tensor  # [slots, H, 64, 64] bf16
     qk: cute.Tensor  # [slots, H, 64] f32
     eg: cute.Tensor  # [slots, H, 128] f32
+    INV: cute.Tensor = None  # as p; backward only
 
 
 class Options(NamedTuple):
@@ -118,7 +116,7 @@ class Chunk(NamedTuple):
 
 def shared_memory(config: Config) -> Plan:
     """The kernel's plan."""
-    return plan("transition", config.layout, "bf16", backward=config.backward)
+    return plan("transition", config.layout, "bf16")
 
 
 # The corner of X: warps that run each product of -X21 = sum_b (sum_a X_ia L_ab) X_bj.
@@ -142,17 +140,10 @@ def mma_account(config: Config) -> list[MmaRow]:
             (f"X of four blocks, {product}", MMA_TF32, warps, square)
             for product, warps in CORNER.items()
         ),
-        *product_rows(config),
+        ("z = INV^T kr, high and low", wgmma_bf16(D // 2), 2, 2 * C // 16),
+        ("p = mqk INV, twice", wgmma_bf16(C), 2, C // 16),
     ]
     return [MmaRow(*product) for product in products]
-
-
-def product_rows(config: Config) -> list[tuple]:
-    """Rows of the account for what INV multiplies: a warpgroup each, or half of w each."""
-    steps = C // 16
-    if config.backward:
-        return [("w = INV kd", wgmma_bf16(D // 2), 2, steps)]
-    return [(product, wgmma_bf16(D), 1, steps) for product in ("w = INV kd", "u = INV v")]
 
 
 def budget(config: Config) -> Budget:
@@ -173,7 +164,7 @@ def budget(config: Config) -> Budget:
             MMA_TF32: 4 * 16 + 2 * 8 + 4 * (6 + 4 + 3 + 2),
             wgmma_bf16(32): 2 * 2 * STEPS,
             wgmma_bf16(48): 2 * STEPS,
-            wgmma_bf16(D // 2 if config.backward else D): 2 * C // 16,
+            wgmma_bf16(D // 2): 2 * (2 + 1) * C // 16,
         },
         ffma=256,
     )

@@ -1,8 +1,5 @@
-"""The rows that meet the state: kd = kn exp(gc), qd = scale qn exp(gc), kr = b kn exp(gT - gc);
-backward b is in kd, not in kr.
-
-b multiplies rows here, before they are rounded, and not the columns of INV: its unit diagonal is exact
-in bf16, and an error of b would be common to a whole row.
+"""The rows that meet the state, or INV before they do: kd = kn exp(gc), qd = scale qn exp(gc), and
+kr = b kn exp(gT - gc) as the sum of two bf16 tiles.
 """
 
 from cutlass import Float32
@@ -16,8 +13,8 @@ from .schedule import BLOCK, BLOCKS, Factor
 class Tiles:
     """Code of all warps."""
 
-    def __init__(self, config, plan):
-        self.config, self.plan = config, plan
+    def __init__(self, plan):
+        self.plan = plan
 
     def run(self, base, own: Columns):
         """kd, qd and kr of the thread's columns, bf16, in shared memory."""
@@ -26,24 +23,25 @@ class Tiles:
         to_start, to_end = falling(own.e, 0, BLOCK - 1, start), rising(own.e, BLOCK - 1, 0, after)
         first = BLOCK * own.block
         kd = RowWords(self.plan["kd"], base, first, own.pair)
-        qd, kr = (kd.in_tile(self.plan["kd"], self.plan[name]) for name in ("qd", "kr"))
+        qd, kr, kr_low = (
+            kd.in_tile(self.plan["kd"], self.plan[name]) for name in ("qd", "kr", "kr_low")
+        )
         factors = self.plan["factors"].view(base)
-        lines = (Factor.K, Factor.Q, Factor.BK)
-        if self.config.backward:
-            lines = lines[::-1]
         for four in range(0, BLOCK, 4):
-            of_kd, of_qd, of_kr = (
-                load_four(factors[line, None], 4 * own.block + four // 4) for line in lines
+            fk, fq, bk = (
+                load_four(factors[line, None], 4 * own.block + four // 4)
+                for line in (Factor.K, Factor.Q, Factor.BK)
             )
             for j in range(4):
                 r = four + j
                 k, q = unpack_word(own.k[r]), unpack_word(own.q[r])
-                for rows, values, row, column in (
-                    (kd, k, of_kd[j], to_start[r]),
-                    (qd, q, of_qd[j], to_start[r]),
-                    (kr, k, of_kr[j], to_end[r]),
-                ):
-                    rows.store(r, rounded([values[i] * row * column[i] for i in range(2)]))
+                kd.store(r, rounded(product(k, fk[j], to_start[r])))
+                qd.store(r, rounded(product(q, fq[j], to_start[r])))
+                exact = product(k, bk[j], to_end[r])
+                high = rounded(exact)
+                kr.store(r, high)
+                rest = [x - y for x, y in zip(exact, unpack_word(high), strict=True)]
+                kr_low.store(r, rounded(rest))
 
     def around(self, base, own):
         """Products of the decays of all blocks before the thread's, and of all after."""
@@ -62,6 +60,11 @@ class Tiles:
                     for x, y in zip(after, whole, strict=True)
                 ]
         return before, after
+
+
+def product(values, row, columns):
+    """Two values of a row times its factor and those of their columns."""
+    return [value * row * column for value, column in zip(values, columns, strict=True)]
 
 
 def rounded(values):
