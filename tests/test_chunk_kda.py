@@ -980,11 +980,13 @@ def test_exact_gradients_are_those_of_the_token_oracle(form, regime):
         assert list(got) == list(expected)
         for name, x in got.items():
             close(x, expected[name], 1e-12)
-    assert set(terms) == {"A_log", "dt_bias"} & set(got)
+    assert set(terms) == {"A_log", "dt_bias", "beta"} & set(got)
 
 
 def test_the_terms_are_those_of_the_sums():
-    """With one token and one head: A_log's terms by channel, dt_bias's as its sum."""
+    """With one token and one head: A_log's terms by channel, dt_bias's as its sum; beta's are signed
+    by the products of dv and v, without a state that holds something.
+    """
     call = make_call("typical+states", T=1, H=1)
     do, dht = upstream(call)
     got, terms = exact_gradients(call, do, dht)
@@ -992,3 +994,8 @@ def test_the_terms_are_those_of_the_sums():
     by_channel = got["dt_bias"] * (call["g"][0, 0, 0].double() + call["dt_bias"])
     close(by_channel.sum()[None], got["A_log"], 1e-12)
     assert math.isclose(terms["A_log"], by_channel.norm().item())
+    call = make_call("typical", T=1, H=1)
+    got, terms = exact_gradients(call, do)
+    products = got["v"] * call["v"] * (1 - call["beta"].double().sigmoid())[..., None]
+    close(products.sum(-1), got["beta"], 1e-12)
+    close(products.norm(dim=-1), terms["beta"], 1e-12)

@@ -157,8 +157,8 @@ def results_and_gradients(function, call: dict, do=None, dht=None, wanted=LEAVES
 
 
 def exact_gradients(call: dict, do=None, dht=None) -> tuple[dict, dict]:
-    """`gradients` in float64, by the reference's scan form; and the 2-norms of the terms that sum up
-    to those of A_log and dt_bias, which may cancel.
+    """`gradients` in float64, by the reference's scan form; and of those that are sums which may
+    cancel, the 2-norms of their terms: of A_log and dt_bias, and [B, T, H] of beta.
     """
     wide = {name: call[name].detach().double() for name in LEAVES if call.get(name) is not None}
     gated, options = call.get("use_gate_in_kernel"), ()
@@ -185,4 +185,16 @@ def exact_gradients(call: dict, do=None, dht=None) -> tuple[dict, dict]:
         if dt_bias is not None:
             grads["dt_bias"] = grads["g"].sum((0, 1)).view(dt_bias.shape)
             terms["dt_bias"] = torch.linalg.vector_norm(grads["g"]).item()
+    if "v" in grads and "beta" in grads:
+        terms["beta"] = _terms_of_beta(call, wide, grads["v"])
     return {name: grads[name] for name in LEAVES if name in grads}, terms
+
+
+def _terms_of_beta(call: dict, wide: dict, dv: torch.Tensor) -> torch.Tensor:
+    """2-norms of the 128 terms of each dbeta, b db = sum_v dv (v - what the state holds), as if it held
+    nothing.
+    """
+    norms = torch.linalg.vector_norm(dv * wide["v"], dim=-1)
+    if call.get("use_beta_sigmoid_in_kernel"):
+        return norms * (1 - wide["beta"].sigmoid())
+    return torch.where(wide["beta"] == 0, 0.0, norms / wide["beta"].abs())

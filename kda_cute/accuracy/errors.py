@@ -48,13 +48,16 @@ def norms_by_sequence(x: torch.Tensor, at: list[int], last: int | None = None) -
     return rows.new_zeros(len(lengths)).index_add_(0, of, rows).sqrt()
 
 
-def errors_by_sequence(x, ref, at, last=None) -> torch.Tensor:
+def errors_by_sequence(x, ref, at, last=None, terms=None) -> torch.Tensor:
     """[N] relative errors of the rows of each sequence, of the last `last` ones only; see SHARE.
 
-    x, ref [B, T, ...]; at: token offsets of the sequences in [B * T].
+    x, ref [B, T, ...]; at: token offsets of the sequences in [B * T]; terms [B, T, ...]: errors are
+    relative to these where they are larger than ref.
     """
     lengths = torch.tensor([b - a for a, b in zip(at, at[1:], strict=False)], device=x.device)
     rows = lengths if last is None else lengths.clamp(max=last)
     average = norms_by_sequence(ref, [0, at[-1]])[0] * (rows / max(at[-1], 1)).sqrt()
     size = torch.maximum(norms_by_sequence(ref, at, last), SHARE * average).clamp(min=GONE)
+    if terms is not None:
+        size = torch.maximum(size, norms_by_sequence(terms, at, last))
     return norms_by_sequence(x.double() - ref, at, last) / size

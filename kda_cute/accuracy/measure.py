@@ -132,7 +132,7 @@ def compare_gradients(
     tolerance, found = tolerances.backward(regime), {}
     for name, x in got.items():
         of_gate = gate_floor if name in ("g", "A_log", "dt_bias") else 0.0
-        scale = max(terms.get(name, 0.0), floor, of_gate)
+        scale = max(scale_of(name, terms), floor, of_gate)
         found[name] = Compared(rel_error(x, ref[name], scale), tolerance[name])
     at = calls.bounds(call)
     if len(at) < 2 or at[-1] == 0:
@@ -141,10 +141,9 @@ def compare_gradients(
         if name not in got or (name == "g" and gate_floor) or floor > GONE:
             continue  # what is left is rounding
         for rows, label in ((None, OF_SEQUENCE), (LAST_ROWS, OF_LAST_ROWS)):
-            errors, allowed = errors_by_sequence(got[name], ref[name], at, rows), tolerance[name]
-            if each:
-                least = tolerances.BETA_OF_ONE_SEQUENCE if name == "beta" else 0.0
-                allowed = tolerances.ONE_SEQUENCE * max(allowed, least)
+            of_terms = terms.get(name) if name == "beta" else None
+            errors = errors_by_sequence(got[name], ref[name], at, rows, of_terms)
+            allowed = tolerance[name] * (tolerances.ONE_SEQUENCE if each else 1.0)
             error = errors.max() if each else errors.median()
             found[f"{name} {label}"] = Compared(error.item(), allowed)
     if "initial_state" in got:
@@ -153,6 +152,19 @@ def compare_gradients(
         allowed = tolerances.ONE_SEQUENCE * tolerance["initial_state"]
         found[f"initial_state {OF_SEQUENCE}"] = Compared(errors.max().item(), allowed)
     return found
+
+
+def scale_of(name: str, terms: dict[str, Any]) -> float:
+    """Norm of the terms that a gradient's error may be relative to; 0 where it is to the gradient alone."""
+    if name != "beta":
+        return terms.get(name, 0.0)
+    return terms[name].norm().item() if carriers(terms[name]) <= tolerances.FEW_TOKENS else 0.0
+
+
+def carriers(x: torch.Tensor) -> float:
+    """How many values carry a norm: n for n of one size."""
+    squares = x.double().square()
+    return (squares.sum().square() / squares.square().sum().clamp(min=1e-300)).item()
 
 
 def worst(errors: Iterable[float]) -> float:
@@ -207,7 +219,8 @@ def measure_reference(
         return by_tensor(
             {
                 name: Compared(
-                    rel_error(x, exact[name], max(terms.get(name, 0.0), floor)), tolerance(x.dtype)
+                    rel_error(x, exact[name], max(scale_of(name, terms), floor)),
+                    tolerance(x.dtype),
                 )
                 for name, x in found.items()
             }

@@ -356,7 +356,7 @@ def transition_accesses(plan: Plan) -> list[Access]:
         add(f"level {s}, mqk store", "mqk", "sts32", pairs(), len(at) // 2, at)
     add = adder("tiles", 8)
     add("totals", "totals", "lds64", neighbours(), 4, grid(range(4), (0, 64)))
-    for tile in ("kd", "qd", "kr"):
+    for tile in ("kd", "qd", "kr", "kr_low"):
         add(f"{tile} store", tile, "sts32", neighbours(), 16, every)
     _inverse(adder)
     add = adder("publish", 4)
@@ -373,11 +373,9 @@ def transition_accesses(plan: Plan) -> list[Access]:
         [(r, c + i) for r, c in halves + above for i in HALVES],
     )
     add("corner of INV store", "INV", "sts32", pairs(), 4, grid(range(32, 64, 8), range(0, 32, 8)))
-    add = adder("product", 4)
-    for result, tile in (("w", "kd"), ("u", "v")):
-        if tile in plan:  # the backward form has no v
-            squares = grid(SQUARES, range(0, 128, 16))
-            add(f"{result} store", tile, "stmatrix", matrices(), 8, squares)
+    squares = grid(SQUARES, range(0, 128, 16))
+    adder("products", 8)("z store", "kr", "stmatrix", matrices(), 4, squares)
+    adder("products", 4)("p store", "mqk", "stmatrix", matrices(), 4, grid(SQUARES, SQUARES))
     return accesses
 
 
@@ -423,18 +421,18 @@ def scan_accesses(plan: Plan) -> list[Access]:
     Left out: bulk copies, operands of wgmma, and rows of a last chunk that is not full.
     """
     accesses, adder = collector(plan)
-    loaded = next(plan[name] for name in ("u", "do") if name in plan)
-    groups = loaded.stages // plan["w"].stages
+    loaded = next(plan[name] for name in ("v", "do") if name in plan)
+    groups = loaded.stages // plan["kd"].stages
     add = adder("consumer", 4 * groups)
     add("eg", "eg", "lds64", per_column(), 16, grid((0,), WIDE))
     add("qk", "qk", "lds64", per_column(), 8, grid((0,), range(0, 64, 8)))
     columns, states = grid(SQUARES, SQUARES), grid(SQUARES, range(0, 128, 16))
     for tile, kind, coords, per_warp, shifts in (
-        ("u", "ldmatrix_trans", matrices_across(), 4, columns),
+        ("v", "ldmatrix_trans", matrices_across(), 4, columns),
         ("do", "ldmatrix_trans", matrices_across(), 4, columns),
         ("o", "stmatrix_trans", matrices_across(), 4, columns),
-        ("U", "stmatrix_trans", matrices_across(), 4, columns),
-        ("dU", "stmatrix_trans", matrices_across(), 4, columns),
+        ("X", "stmatrix_trans", matrices_across(), 4, columns),
+        ("dv", "stmatrix_trans", matrices_across(), 4, columns),
         ("states", "stmatrix", matrices(), 8, states),
         ("dstates", "stmatrix", matrices(), 8, states),
     ):
@@ -465,15 +463,15 @@ KERNELS: dict[str, Kernel] = {
     ),
     "scan": Kernel(
         accesses=scan_accesses,
-        copied=tuple("w kr qd u do mqk qk eg o U dU states dstates".split()),
+        copied=tuple("kd z qd v do p qk eg o X dv states dstates".split()),
     ),
     "transition": Kernel(
         accesses=transition_accesses,
-        copied=tuple("k q v kd qd kr INV mqk".split()),
+        copied=tuple("k q kd qd kr INV mqk".split()),
     ),
     "gradients": Kernel(
         accesses=gradients_accesses,
-        copied=tuple("g k q do S U dS dU INV raw".split()),
+        copied=tuple("g k q do dv S dS X INV raw".split()),
     ),
 }
 

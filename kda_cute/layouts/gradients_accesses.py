@@ -1,8 +1,8 @@
 """What the 16 warps of gradients access in one chunk of 64 tokens, for `audit`.
 
 Left out: bulk copies, operands of wgmma, the line `chunk`, which whole warps share, rows past a
-sequence's end, and stores of single lanes (norms, totals of tokens, parts of dbeta, the diagonal of
-M, exp(gT) dS S, parts of dA_log and ddt_bias).
+sequence's end or with the least b, and stores of single lanes (norms, totals of tokens, the diagonals
+of M and L, dS S, parts of dA_log and ddt_bias).
 """
 
 from .audit import (
@@ -29,7 +29,7 @@ BELOW = tuple((i, j) for i in SQUARES for j in SQUARES if i > j)  # of [64, 64]
 ABOVE = tuple((j, i) for i, j in BELOW)
 DIAGONAL = tuple((i, i) for i in SQUARES)
 # Rows of the tile `rows`: gradients.schedule.Row.
-FK, FQ, B, NK, NQ, M_DIAGONAL, PAIRS, DBETA, SLOPE, BK = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11)
+FK, FQ, B, NK, NQ, M_DIAGONAL, PAIRS, DBETA, SLOPE, BK = (0, 1, 2, 3, 4, 5, 6, 7, 9, 10)
 
 
 def accesses(plan: Plan) -> list[Access]:
@@ -81,6 +81,7 @@ def _gate_and_norms(adder, wide: bool) -> None:
     add("totals store", "gate_sums", "sts64", neighbours(), 1, grid(range(8), halves))
     add("totals", "gate_sums", "lds64", neighbours(), 7, grid(range(7), halves))
     add("gc store", "gc", "sts64", neighbours(), 8, every)
+    adder("gate", 2)("exp(gT) store", "dgT", "sts64", neighbours(), 1, grid((2,), halves))
     adder("gate", 2)("b and its slope", "rows", "sts32", lanes(), 2, grid((B, SLOPE), (0, 32)))
     add = adder("norms", WARPS)
     for tile in ("k", "q"):
@@ -88,10 +89,7 @@ def _gate_and_norms(adder, wide: bool) -> None:
 
 
 def _products(adder) -> None:
-    add = adder("values", 8)
-    add("U", "U", "ldmatrix", matrices(), 4, BLOCKS)
-    add("b", "rows", "lds32", per_row(), 2, grid((B,), EIGHTS))
-    add("dv store", "dU", "stmatrix", matrices(), 4, BLOCKS)
+    adder("write", 8)("U store", "X", "stmatrix", matrices(), 4, BLOCKS)
     add = adder("publish", 1)  # a block below or on the diagonal is one warp's
     for tile, left in (("M", FQ), ("L", FK)):
         add(f"{tile}, norms of rows", "rows", "lds32", per_row(), 20, grid((left,), EIGHTS))
@@ -189,13 +187,11 @@ def _columns(adder, wide: bool) -> None:
     for name, tile in (("dk", "k"), ("dq", "q")):
         add(f"{name} store", tile, "stmatrix_trans", matrices_across(), 2, BLOCKS)
     add("sums of the other half", "sums", "lds32", per_row(), 2, grid((0, 1), CHANNELS))
-    add("dgT", "dgT", "lds32", per_row(), 4, grid((0, 1), CHANNELS))
+    add("dgT", "dgT", "lds32", per_row(), 6, grid((0, 1, 2), CHANNELS))
     if wide:
         add("raw g", "raw", "lds32", strided(), 16, _positions((0, 1)))
         add("dg store", "raw", "sts32", strided(), 16, _positions((0, 1)))
     else:
         add("raw g", "raw", "ldmatrix_trans", matrices_across(), 2, BLOCKS)
         add("dg store", "raw", "stmatrix_trans", matrices_across(), 2, BLOCKS)
-    adder("columns", 2)(
-        "dbeta", "rows", "lds32", lanes(), 3, grid((DBETA, DBETA + 1, SLOPE), halves)
-    )
+    adder("columns", 2)("dbeta", "rows", "lds32", lanes(), 2, grid((DBETA, SLOPE), halves))

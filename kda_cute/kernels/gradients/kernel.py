@@ -6,7 +6,7 @@ state on entering the chunk, dS the gradient of the state on leaving it; X is th
 U = INV X what the tokens write, over b.
 
     dM = do U^T diag(b)    dL = -dv U^T diag(b)    of pairs i > j, and dM of i = j
-    b db = sum_v dv U, the diagonal of dv U^T
+    b db = sum_v dv U, the diagonal of dv U^T; where dv was made with LEAST_B for b, it is mended here
     dqn = scale e^gc do S + what pairs add
     dkn = -e^gc dv S + b e^(gT - gc) U dS + what pairs add
     dgc = qn scale e^gc do S - kn e^gc dv S + what pairs add
@@ -35,9 +35,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device import fakes, records, tma
 from ...device.math import exp2
+from ...device.registers import again
 from ...device.slots import packed_chunk
 from .gate import Gate
-from .pairs import Lane, Pairs, Place, again, unpack
+from .pairs import Lane, Pairs, Place, unpack
 from .products import Products
 from .schedule import (
     AHEAD,
@@ -270,11 +271,13 @@ class Gradients:
         self.gate.backward(at, base, place, columns, parameters, o.lower_bound)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()  # dq, dk, dg, parts of ddt_bias and dA_log
-        self.finish(m, stores, self.recall(base), base, warp, 32 * place.warp + place.lane)
+        self.finish(m, stores, o, self.recall(base), base, warp, 32 * place.warp + place.lane)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def finish(self, m: Gmem, stores: Stores, at: Chunk, base, warp: Int32, tid: Int32):
+    def finish(
+        self, m: Gmem, stores: Stores, o: Options, at: Chunk, base, warp: Int32, tid: Int32
+    ):
         """Everything to global memory."""
         if at.rows == C:
             self.store(stores, ("dq", "dk", "dg"), at, base, warp)
@@ -286,6 +289,7 @@ class Gradients:
             else:
                 self.tokens.store_values(m.dg, "raw", at, base, tid)
         self.tokens.store_dbeta(m, at, base, tid - GROUP)
+        self.tokens.mend_dv(m, at, base, tid, o)
         self.gate.store_parameters(m, at, base, tid)
 
     @cute.jit

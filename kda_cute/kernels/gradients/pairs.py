@@ -35,6 +35,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.registers import again
 from ...device.sync import meet
 from ...device.warp_mma import from_bits, multiply_bf16x2, packed_bf16, select
 from .schedule import BLOCK, C, NamedBar, Row
@@ -361,21 +362,6 @@ class Pairs:
 def at_word(view, w):
     """The first value of word w in a `Place.view`."""
     return view[0, w % 2, w // 2 % 2, w // 4]
-
-
-@dsl_user_op
-def again(word, *, loc=None, ip=None):
-    """The word, as if new: what is made of it is made again and not kept, 32 registers at a time."""
-    out = llvm.inline_asm(
-        Int32.mlir_type,
-        [Int32(word).ir_value(loc=loc, ip=ip)],
-        "mov.b32 $0, $1;",
-        "=r,r",
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(out)
 
 
 @dsl_user_op

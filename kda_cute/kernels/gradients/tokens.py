@@ -6,11 +6,12 @@ positions of `pairs`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 
 from ...device.math import LOG2E, at_least, exp2, sigmoid
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import packed_bf16, select, unpack_bf16
+from ...factors import LEAST_B
 from .schedule import BLOCK, NORM_EPS, THREADS, C, Chunk, D, Gmem, Options, Row
 
 PARTS = THREADS // C  # threads of a token
@@ -148,6 +149,22 @@ class Tokens:
         if (tid >= 0) & (tid < at.rows):
             db = line[Row.DBETA, tid] * line[Row.SLOPE, tid]
             m.dbeta[at.b, at.token + tid, at.h] = db.to(m.dbeta.element_type)
+
+    @cute.jit
+    def mend_dv(self, m: Gmem, at: Chunk, base, tid: Int32, o: Options):
+        """dv of tokens whose b is below LEAST_B, which stood for it until here."""
+        row, part = tid // PARTS, tid % PARTS
+        least = cute.math.absf(o.beta_scale) * LEAST_B
+        b = self.plan["rows"].view(base)[Row.B, row]
+        if (o.beta_sigmoid == 0) & (row < at.rows) & (cute.math.absf(b) < least):
+            line = m.dv[at.b, at.token + row, at.h, None]
+            for j in cutlass.range_constexpr(2):
+                piece = cute.local_tile(line, (8,), (part + 8 * j,))
+                values = cute.make_rmem_tensor((8,), BFloat16)
+                cute.autovec_copy(piece, values)
+                values.store((values.load().to(Float32) * (b / (o.beta_scale * LEAST_B))).to(BFloat16))
+                cute.autovec_copy(values, piece)
+
 
 
 def halved(values, upper, offset):

@@ -304,15 +304,14 @@ class Transition:
         mqk = wg.operand_a(by_tokens, within, view("mqk"))
         wg.gemm(by_tokens, p, mqk, wg.operand_b(by_tokens, within, view("INV", transposed=True)))
         warpgroup.wait_group(0)
-        for n in range(C // 8):
-            for half in range(2):
-                for i in range(2):
-                    e = i + 2 * half + 4 * n
-                    row, column = within // 32 * 16 + lane // 4 + 8 * half, 8 * n + 2 * (lane % 4) + i
-                    p[e] = select(column < row, p[e], Float32(0))
         cute.arch.sync_threads()  # all products ended
         wg.store_matrix(by_keys, tid, wg.rounded(z), view("kr"))
         if group == 0:
+            own = within // 32  # block row; the squares of 8 on the diagonal are p's 2 own and 2 own + 1
+            for n in cutlass.range_constexpr(C // 8):
+                for i in cutlass.range_constexpr(2):
+                    e, diagonal = i + 2 * (n % 2) + 4 * n, lane // 4 == 2 * (lane % 4) + i
+                    p[e] = select((own == n // 2) & diagonal, Float32(0), p[e])
             wg.store_matrix(by_tokens, within, wg.rounded(p), view("mqk"))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
