@@ -85,10 +85,10 @@ def test_a_typo_lists_the_kernels(command):
         (("show", "scan", "--layout", "padded"), "layout='padded' is not one of default"),
         (("show", "scan", "--precision", "tf32"), "precision='tf32' is not one of bf16"),
         (("audit", "scan", "-o", "g=f32"), "groups=2, save=True"),
-        (("draw", "scan", "--tile", "kd"), "tile='kd' is not one of w, kr"),
+        (("draw", "scan", "--tile", "w"), "tile='w' is not one of kd, z"),
         (("draw", "scan", "--access", "kd"), "access='kd' is not one of: consumer: eg;"),
-        (("draw", "scan", "--access", "consumer: eg", "--tile", "w"), "is of tile eg, not w"),
-        (("draw", "scan", "--tile", "w", "--rows", "0"), "rows=0"),
+        (("draw", "scan", "--access", "consumer: eg", "--tile", "kd"), "is of tile eg, not kd"),
+        (("draw", "scan", "--tile", "kd", "--rows", "0"), "rows=0"),
         (("draw", "scan", "--json"), "--out"),
         (("compare", "scan", "--layout", "padded"), "layout='padded'"),
     ],
@@ -153,8 +153,8 @@ def test_draw_writes_svg(tmp_path):
     stack, banks = tmp_path / "new" / "stack.svg", tmp_path / "banks.svg"
     assert run("draw", "gradients", "-O", stack).exit_code == 0
     assert "gradients/default/bf16" in ElementTree.fromstring(stack.read_text())[0].text
-    data = found("draw", "scan", "--tile", "w", "-O", banks)
-    assert data["tile"] == "w" and data["bytes"] == len(banks.read_text())
+    data = found("draw", "scan", "--tile", "kd", "-O", banks)
+    assert data["tile"] == "kd" and data["bytes"] == len(banks.read_text())
     done = run("draw", "gradients", "--access", "level 4: gc")
     assert done.exit_code == 0 and "gc, 64 x 128 f32" in ElementTree.fromstring(done.stdout)[0].text
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,11 +79,11 @@ def expected(spec) -> tuple:
         mma = {MMA_TF32: 2112} if config.precision == "tf32" else {MMA_BF16: 1056 + 64}
         return 128, 232_448, mma, 256, [40, 112, 112, 248]
     if spec.name == "transition":
-        products = wgmma_bf16(64 if config.backward else 128)
-        mma = {MMA_BF16: 128, MMA_TF32: 140, wgmma_bf16(32): 32, wgmma_bf16(48): 16, products: 8}
+        products = {wgmma_bf16(32): 32, wgmma_bf16(48): 16, wgmma_bf16(64): 24}
+        mma = {MMA_BF16: 128, MMA_TF32: 140, **products}
         return 128, 115_712, mma, 256, []
     if spec.name == "gradients":
-        products = {wgmma_bf16(16): 32, wgmma_bf16(32): 112, wgmma_bf16(64): 8}
+        products = {wgmma_bf16(16): 64, wgmma_bf16(32): 96, wgmma_bf16(64): 8}
         return 128, 232_448, {MMA_BF16: 672, MMA_BF16_K8: 192, **products}, 640, []
     n = config.groups
     narrow, wide = (12, 8) if config.reverse else (20, 4)
@@ -104,6 +105,42 @@ def test_kernel_keeps_its_budgets(compiled, spec):
     assert k.ffma <= k.budget.ffma == ffma  # a scalar kernel has thousands
     assert sorted(k.roles) == roles
     assert not k.broken()
+
+
+def unfenced_copies(sass: str) -> list[str]:
+    """Copies out of shared memory that follow an ordinary store to it, in the order of the code,
+    without the fence between them that shows it to the copy engine.
+    """
+    found, stored = [], False
+    for line in sass.splitlines():
+        words = re.sub(r"/\*.*?\*/|@!?U?P\w+", "", line).split()
+        opcode = words[0] if words else ""
+        if opcode.startswith(("STS", "STSM")):
+            stored = True
+        elif opcode.startswith("FENCE.VIEW.ASYNC"):
+            stored = False
+        elif stored and (opcode.startswith("UTMASTG") or opcode.startswith("UBLKCP.G.S")):
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_what_is_copied_out_was_shown_to_the_copy_engine(compiled, spec):
+    """Barriers don't; and no sanitizer knows.  In level 1 other warps copy than store: key and pair
+    warps have a fence each before they say so, and the barriers have theirs.
+    """
+    (kernel,) = kernel_compile.report(kernel_compile.object_file(spec))
+    if spec.name == "bwd_recurrence":
+        assert kernel.ops["UBLKCP"] > 0 and kernel.ops["FENCE"] >= 3
+    else:
+        assert kernel.ops["UTMASTG"] > 0 and unfenced_copies(kernel.sass) == []
+
+
+def test_a_missing_fence_is_found():
+    code = ["STSM.16.M88.4 [R1], R4 ;", "@P0 FENCE.VIEW.ASYNC.S ;", "UTMASTG.4D [UR4], [UR8] ;"]
+    assert unfenced_copies("\n".join(code)) == []
+    assert unfenced_copies("\n".join([*code[1:2], *code[:1], *code[2:]])) == [code[2]]
+    assert unfenced_copies("\n".join(["/*0010*/ @P1 STS [R1], R2 ;", code[2]])) == [code[2]]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)

@@ -81,7 +81,7 @@ def test_the_roofline_takes_the_newest_times_of_its_kernel(tmp_path):
 
 
 def test_bytes_of_a_chunk_are_those_of_its_tensors():
-    """Of the reverse scan: w, kr, qd, do, dU of 64 x 128 bf16, mqk, qk, eg, dS."""
+    """Of the reverse scan: kd, z, qd, do, dv of 64 x 128 bf16, p, qk, eg, dS."""
     table = kernel_pages.bytes_table(KERNELS["reverse_scan"])
     moved = 5 * 64 * 128 * 2 + 64 * 64 * 2 + 64 * 4 + 128 * 4 + 128 * 128 * 2
     assert f"| {moved:,} |" in table and "memory" in table

@@ -30,8 +30,8 @@ DENSE = Shape("dense", (70, 70), 2)
 # ---------------------------------------------------------------- catalogue
 def test_every_kernel_has_a_name_and_the_reverse_scan_is_one():
     assert catalogue.kernels() == (*variants.kernels(), "reverse_scan")
-    assert "dU" in catalogue.select("reverse_scan").plan()
-    assert "dU" not in catalogue.select("scan").plan()
+    assert "dv" in catalogue.select("reverse_scan").plan()
+    assert "dv" not in catalogue.select("scan").plan()
 
 
 def test_options_are_those_of_the_builder_of_tiles():
@@ -223,7 +223,7 @@ def test_gradients_are_legal_and_named_once(plan):
     names = [row.name for row in audit.audit(plan)]
     assert len(set(names)) == len(names)
     untouched = set(plan.names) - {row.tile for row in audit.audit(plan)}
-    assert untouched == {"chunk", "barriers", "do", "INV"}  # whole warps; wgmma
+    assert untouched == {"chunk", "barriers", "do", "dv", "INV"}  # whole warps; wgmma
 
 
 def test_conflicts_of_gradients_are_of_the_running_sums():
@@ -257,9 +257,8 @@ def test_counts_of_gradients():
     for name in ("k", "q"):  # 64 rows of 16 pieces
         assert found[f"norms: {name}"] == ("lds128", 64 * 16 // 32)
     blocks = 64 * 128 // 256  # of 16 x 16
-    assert found["values: U"] == ("ldmatrix", blocks)
-    assert found["values: dv store"] == ("stmatrix", blocks)
-    assert found["values: b"] == ("lds32", 8 * 2)
+    assert found["gate: exp(gT) store"] == ("sts64", 2)
+    assert found["write: U store"] == ("stmatrix", blocks)
     for name in ("M", "L"):  # six blocks of 16 below the diagonal, four on it
         assert found[f"publish: {name} store"] == ("stmatrix", 6 + 4)
         assert found[f"publish: {name}^T store"] == ("stmatrix_trans", 6)
@@ -372,7 +371,6 @@ def test_a_problem_of_one_kernel_is_the_problem_of_its_form():
     ("kernel", "options", "op", "form"),
     [
         ("transition", [], "chunk_kda_fwd", "A"),
-        ("transition", ["backward=true"], "chunk_kda_bwd", "A"),
         ("scan", [], "chunk_kda_fwd", "A"),
         ("reverse_scan", [], "chunk_kda_bwd", "A"),
         ("gradients", [], "chunk_kda_bwd", "B"),
@@ -454,7 +452,7 @@ def test_backward_runs_the_kernels_that_it_is_given():
     }
     saved = p.q.new_zeros(4, 2, 192, 128)
     grads = backward.run(p, torch.zeros_like(p.q), None, saved, **kernels)
-    assert seen == {"transition": 15, "reverse_scan": 6, "gradients": 22}
+    assert seen == {"transition": 13, "reverse_scan": 7, "gradients": 22}
     assert grads.dg.dtype == torch.bfloat16 and grads.dA_log.shape == (2,)
 
 

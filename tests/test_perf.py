@@ -465,7 +465,7 @@ def test_level_2_bytes_are_those_of_the_tensors():
     for shape in (DENSE, SMALL):
         saved = [
             torch.empty(shape.chunks, shape.H, rows, 128, dtype=torch.bfloat16)
-            for rows in (128, 64)  # states, U
+            for rows in (128, 64)  # S, X
         ]
         for form in ("A", "B"):
             x = form_inputs(shape)[form]
@@ -479,24 +479,23 @@ def test_level_2_bytes_are_those_of_the_tensors():
 
 def test_bytes_of_a_full_chunk_of_each_kernel():
     shape = Shape("one", (64,), 1)
-    wide = [torch.empty(64, 128, dtype=torch.bfloat16)] * 4
-    mqk, qk, eg = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(64), torch.empty(128)
-    factors = nbytes(*Factors(*wide, mqk, qk, eg))
-    assert factors == 4 * 16_384 + 8_192 + 256 + 512
+    wide = [torch.empty(64, 128, dtype=torch.bfloat16)] * 3
+    p, qk, eg = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(64), torch.empty(128)
+    factors = nbytes(*Factors(*wide, p, qk, eg))
+    assert factors == 3 * 16_384 + 8_192 + 256 + 512
     for form, gate, beta in (("A", 32_768, 256), ("B", 16_384, 128)):
         for states in (False, True):
             found = forward_stages(shape, form, states=states)
-            assert found["transition"][0] == 3 * 16_384 + gate + beta + factors
-            assert found["scan"][0] == factors + 16_384 + (32_768 + 16_384) * states
+            assert found["transition"][0] == 2 * 16_384 + gate + beta + factors
+            assert found["scan"][0] == factors + 2 * 16_384 + (32_768 + 16_384) * states
             flops = chunk_kda_flops("chunk_kda_fwd", shape)
             assert sum(n for _, n in found.values()) == flops
         found = backward_stages(shape, form)
-        factors_of_backward = factors - 16_384 + 8_192  # INV in place of u
-        assert found["transition"][0] == 2 * 16_384 + gate + beta + factors_of_backward
-        assert found["scan"][0] == factors - 16_384 + 16_384 + 32_768 + 16_384
-        inputs, outputs = 3 * 16_384 + gate + beta, 3 * 16_384 + gate + beta
+        assert found["transition"][0] == 2 * 16_384 + gate + beta + factors + 8_192  # INV
+        assert found["scan"][0] == factors + 2 * 16_384 + 32_768  # do, dv, dS
+        inputs, outputs = 4 * 16_384 + gate + beta, 2 * 16_384 + gate + beta
         parts = 4 * (128 + 1) if form == "B" else 0
-        tiles = 2 * (32_768 + 16_384) + 8_192
+        tiles = 2 * 32_768 + 16_384 + 8_192  # S, dS, X, INV
         assert found["gradients"][0] == inputs + outputs + tiles + parts
         flops = chunk_kda_flops("chunk_kda_bwd", shape)
         assert sum(n for _, n in found.values()) == flops == 11 * 2 * 64 * 128 * 128
