@@ -181,14 +181,17 @@ def groups(p: Problem) -> int:
 
 
 def gate_parameters(p: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A_log and dt_bias; zeros for those that are not given, None where there is no gate."""
+    """A_log [H] and dt_bias [H, 128]; zeros for those that are not given, None where there is no gate."""
     if p.gate == "log":
         return None, None
-    device, H = p.q.device, p.q.shape[2]
-    return (
-        _zeros(device, H) if p.A_log is None else p.A_log,
-        _zeros(device, H, HEAD_DIM) if p.dt_bias is None else p.dt_bias,
-    )
+    A_log, dt_bias, H = p.A_log, p.dt_bias, p.q.shape[2]
+    if A_log is None:
+        A_log = _zeros(p.q.device, H)
+    if dt_bias is None:
+        dt_bias = _zeros(p.q.device, H, HEAD_DIM)
+    elif dt_bias.ndim == 1:
+        dt_bias = dt_bias.view(H, HEAD_DIM)
+    return A_log, dt_bias
 
 
 def low_words(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:

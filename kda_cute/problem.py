@@ -62,8 +62,8 @@ class Problem(NamedTuple):
 
     def for_kernels(self) -> "Problem":
         """The same problem as the kernels take it: q, k, v, g are tensors that TMA can address (see
-        `addressable`; one copy of each that is not), A_log [H] and dt_bias [H, 128] contiguous fp32,
-        initial_state contiguous and 16-byte aligned.  beta and cu_seqlens stay as they are.
+        `addressable`; one copy of each that is not), A_log and dt_bias contiguous fp32, initial_state
+        contiguous and 16-byte aligned.  beta and cu_seqlens stay as they are.
         """
         q, k, v, g, _, A_log, dt_bias, state = self[:8]
         if (
@@ -72,7 +72,7 @@ class Problem(NamedTuple):
             and addressable(v)
             and addressable(g)
             and (A_log is None or _fp32(A_log))
-            and (dt_bias is None or (_fp32(dt_bias) and dt_bias.ndim == 2))
+            and (dt_bias is None or _fp32(dt_bias))
             and (state is None or _aligned(state))
         ):
             return self
@@ -80,7 +80,7 @@ class Problem(NamedTuple):
         if A_log is not None:
             A_log = A_log.to(torch.float32).contiguous()
         if dt_bias is not None:
-            dt_bias = dt_bias.to(torch.float32).contiguous().view(q.shape[2:])
+            dt_bias = dt_bias.to(torch.float32).contiguous()
         if state is not None and not _aligned(state):
             state = _compact(state)
         return self._replace(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias, initial_state=state)

@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ...device.matrix_rows import LaneRows, MatrixRows
-from ...device.registers import again
 from ...device.sync import arrive
 from ...device.warp_mma import (
     block_b,
@@ -45,22 +44,21 @@ class ValueRole:
             self.load_state_grad(m.dfinal[walk.n, walk.h, None, None], X, warp, lane)
         for it in cutlass.range(walk.tiles, unroll=1):
             slot = Slot(it % self.stages, it // self.stages & 1, it & 1, it // 2 & 1)
-            own = again(lane)  # addresses are made in every chunk: no register is left for them
             cute.arch.mbarrier_wait(bars + Bar.FULL + slot.stage, slot.turn)
             # The state comes late, for its only buffer was in use: let the key warps start without U.
             cute.arch.mbarrier_wait(bars + Bar.HAND_EMPTY, (it & 1) ^ 1)
-            dvc = self.make_dvc(X, base, slot, warp, own)
-            self.publish_dvc(dvc, base, slot, warp, own)
+            dvc = self.make_dvc(X, base, slot, warp, lane)
+            self.publish_dvc(dvc, base, slot, warp, lane)
             arrive(self.config, bars + Bar.DVC_FULL)
             cute.arch.mbarrier_wait(bars + Bar.STATES_FULL, it & 1)
-            kdS = self.times_states(base, slot, warp, own)
+            kdS = self.times_states(base, slot, warp, lane)
             arrive(self.config, bars + Bar.STATES_EMPTY)
-            vs = self.minus_kd_states(kdS, base, slot, warp, own)
-            U = self.make_u(vs, base, slot, own)
-            self.publish_columns("U", U, base, warp, own)
-            self.publish_dbeta(dvc, vs, base, slot, warp, own)
+            vs = self.minus_kd_states(kdS, base, slot, warp, lane)
+            U = self.make_u(vs, base, slot, lane)
+            self.publish_columns("U", U, base, warp, lane)
+            self.publish_dbeta(dvc, vs, base, slot, warp, lane)
             arrive(self.config, bars + Bar.U_FULL)
-            self.update(X, dvc, base, slot, warp, own)
+            self.update(X, dvc, base, slot, warp, lane)
             arrive(self.config, bars + Bar.UPDATED + slot.stage)
         self.store_state_grad(m.dinitial[walk.n, walk.h, None, None], X, warp, lane)
 
@@ -234,26 +232,24 @@ class ValueRole:
         store_column_sums(part, column_sums(*sums, lane), warp, 0, lane)
 
     def update(self, X, dvc, base, slot, warp, lane):
-        """dS^T <- dS^T exp(gT) + do^T qd - (b dvc)^T kd.
-
-        What is added is summed from zero, and then added to nearest: tensor cores cut off what they
-        accumulate, and over thousands of chunks that is a drift.
-        """
+        """dS^T <- dS^T exp(gT) + do^T qd - (b dvc)^T kd."""
         p, mma = self.plan, self.mma
         eg = pairs_along_columns(p["g_total"].view(base, slot.stage), lane % 4)
         qd, kd = (pairs_along_rows(p[name].view(base, slot.stage), lane) for name in ("qd", "kd"))
-        b, do = self.betas(base, slot, lane), self.columns("do", base, slot.stage, warp, lane)
-        for i in range(self.M):
-            do_t = mma.a_from_ldmatrix(do.load(chunk_step=2 * i, transpose=True))
-            minus = mma.operand_a([-x for x in scaled(block_values(dvc, i, 0), b)])
-            for n in range(2 * K_BLOCKS):
-                scale, added = load_pair(eg, 0, n), mma.accumulators(1, 1)
-                mma.step(added, 0, 0, do_t, mma.operand_b(block_b(qd, n, 0, True)))
-                mma.step(added, 0, 0, minus, mma.operand_b(block_b(kd, n, 0, True)))
+        do_t, b = self.do_operands(base, slot, warp, lane), self.betas(base, slot, lane)
+        minus = [
+            mma.operand_a([-x for x in scaled(block_values(dvc, i, 0), b)]) for i in range(self.M)
+        ]
+        for n in range(2 * K_BLOCKS):
+            scale = load_pair(eg, 0, n)
+            b_qd = mma.operand_b(block_b(qd, n, 0, True))
+            b_kd = mma.operand_b(block_b(kd, n, 0, True))
+            for i in range(self.M):
                 for half in range(2):
                     for e in range(2):
-                        at = X[(e, half), i, n]
-                        X[(e, half), i, n] = at * scale[e] + added[(e, half), 0, 0]
+                        X[(e, half), i, n] = X[(e, half), i, n] * scale[e]
+                mma.step(X, i, n, do_t[i], b_qd)
+                mma.step(X, i, n, minus[i], b_kd)
 
 
 def scaled(values, b):
