@@ -25,7 +25,6 @@ from .factors import record_rows, slot_count
 from .forward import GATES, load, low_words
 from .problem import Problem, addressable
 
-
 DCHUNK_ROWS = record_rows("dchunk")
 
 

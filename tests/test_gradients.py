@@ -107,7 +107,7 @@ def test_kernel_keeps_its_budgets(objects, config):
     assert kernel.registers <= 128
     assert kernel.ops["HGMMA"] == 3 * 8 + 4 + 2 * 8
     assert kernel.ops["HMMA"] == 70
-    assert kernel.sass.count("WARPGROUP.DEPBAR") == 4, "a wait that nobody wrote"
+    assert kernel.sass.count("WARPGROUP.DEPBAR") == 3, "a wait that nobody wrote"
 
 
 @pytest.mark.parametrize("g", ("bf16", "f32"))
@@ -161,7 +161,12 @@ def check(x, v, initial, dfinal, layout="default"):
     """Every output of the kernel against float64 from the same rounded tensors."""
     tensors, _ = reference_stages.chunk_tensors(x, v, initial, dfinal)
     tensors = reference_stages.ChunkTensors(*(t.to(torch.bfloat16) for t in tensors))
-    got, exact = run(x, tensors, layout), reference_stages.gradients(x, tensors)
+    exact = reference_stages.gradients(x, tensors)
+    dv = tensors.dv.clone()
+    got = run(x, tensors, layout)
+    b = x.beta.sigmoid() if x.beta_sigmoid else x.beta
+    dv = torch.where((b == 0)[..., None], 0, dv).nan_to_num(7.0)  # was made with LEAST_B for b
+    assert torch.equal(tensors.dv.nan_to_num(7.0), dv)
     errors = {}
     for name, value, ref in zip(got._fields, got, exact, strict=True):
         if ref is None or value is None:

@@ -275,9 +275,7 @@ class Gradients:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def finish(
-        self, m: Gmem, stores: Stores, o: Options, at: Chunk, base, warp: Int32, tid: Int32
-    ):
+    def finish(self, m: Gmem, stores: Stores, o: Options, at: Chunk, base, warp: Int32, tid: Int32):
         """Everything to global memory."""
         if at.rows == C:
             self.store(stores, ("dq", "dk", "dg"), at, base, warp)

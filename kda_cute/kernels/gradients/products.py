@@ -6,7 +6,7 @@ tokens, in the order of the fragments that `pairs` works on.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
@@ -89,9 +89,7 @@ class Products:
         warp = cute.arch.make_warp_uniform(tid // 32)
         i, j = warp % 4, warp // 4
         if i > j:
-            self.store_block(
-                base, lane, name, i, j, self.scaled(base, lane, acc, name, sign, i, j)
-            )
+            self.store_block(base, lane, name, i, j, self.scaled(base, lane, acc, name, sign, i, j))
         if i == j:
             values = self.scaled(base, lane, acc, name, sign, i, j)
             self.store_diagonal(base, lane, name, i, values, acc)
@@ -106,9 +104,7 @@ class Products:
             fk = cute.make_rmem_tensor((2,), Float32)
             row = line[Row.BK, None]
             cute.autovec_copy(cute.local_tile(row, (2,), (BLOCK // 2 * j + 4 * s + c,)), fk)
-            out += [
-                acc[4 * s + 2 * h + e] * (f[h] * fk[e]) for h in range(2) for e in range(2)
-            ]
+            out += [acc[4 * s + 2 * h + e] * (f[h] * fk[e]) for h in range(2) for e in range(2)]
         return out
 
     def store_block(self, base, lane, name, i, j, values):

@@ -162,9 +162,10 @@ class Tokens:
                 piece = cute.local_tile(line, (8,), (part + 8 * j,))
                 values = cute.make_rmem_tensor((8,), BFloat16)
                 cute.autovec_copy(piece, values)
-                values.store((values.load().to(Float32) * (b / (o.beta_scale * LEAST_B))).to(BFloat16))
+                values.store(
+                    (values.load().to(Float32) * (b / (o.beta_scale * LEAST_B))).to(BFloat16)
+                )
                 cute.autovec_copy(values, piece)
-
 
 
 def halved(values, upper, offset):

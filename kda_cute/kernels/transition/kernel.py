@@ -56,7 +56,6 @@ from .schedule import (
 )
 from .tiles import Tiles
 
-
 STORED = {"kd": "kd", "qd": "qd", "z": "kr", "p": "mqk", "INV": "INV"}  # tensor -> its tile
 
 
@@ -307,7 +306,9 @@ class Transition:
         cute.arch.sync_threads()  # all products ended
         wg.store_matrix(by_keys, tid, wg.rounded(z), view("kr"))
         if group == 0:
-            own = within // 32  # block row; the squares of 8 on the diagonal are p's 2 own and 2 own + 1
+            own = (
+                within // 32
+            )  # block row; the squares of 8 on the diagonal are p's 2 own and 2 own + 1
             for n in cutlass.range_constexpr(C // 8):
                 for i in cutlass.range_constexpr(2):
                     e, diagonal = i + 2 * (n % 2) + 4 * n, lane // 4 == 2 * (lane % 4) + i
