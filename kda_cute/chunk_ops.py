@@ -38,7 +38,7 @@ _PLAIN_DISPATCH = (
 
 
 def saved_shape(p: Problem) -> tuple[int, ...]:
-    """Shape of what is saved: a record of each chunk and head, with its state and U (factors.py)."""
+    """Shape of what is saved: a record of each chunk and head, with its state and X (factors.py)."""
     B, T, H, _ = p.q.shape
     slots = slot_count(B * T, p.num_seqs, p.cu_seqlens is not None)
     return slots, H, record_rows("chunk"), HEAD_DIM

@@ -61,7 +61,7 @@ def kernels() -> dict[str, Kernel]:
         transition[f"forward, form {form}"] = fwd["transition"]
         transition[f"backward, form {form}"] = bwd["transition"]
         gradients[f"form {form}"] = bwd["gradients"]
-        scan["states and U kept"], reverse["reverse"] = fwd["scan"], bwd["scan"]
+        scan["states and X kept"], reverse["reverse"] = fwd["scan"], bwd["scan"]
     scan["nothing kept"] = forward_stages(chunk, "A", states=False)["scan"]
     tile = Shape("one tile", (16,), 1)
     level_1 = bwd_recurrence_bytes(tile, dinitial_bytes=0), bwd_recurrence_flops(tile)

@@ -109,12 +109,6 @@ def form_of(selection: Selection) -> str:
     return next(form for form, types in forms.TYPES.items() if types[0] == gates)
 
 
-def operation(selection: Selection) -> tuple[str, str]:
-    """What the kernel is part of, and its name there."""
-    op, stage = STAGES[selection.kernel]
-    return ("chunk_kda_bwd" if selection.options.get("backward") else op), stage
-
-
 def _stage_spec(selection: Selection, shape: Shape, groups: int | None) -> kernels.KernelSpec:
     """In its default layout."""
     types = forms.TYPES[form_of(selection)]
@@ -123,8 +117,7 @@ def _stage_spec(selection: Selection, shape: Shape, groups: int | None) -> kerne
     groups = selection.options.get("groups", groups)
     kernel, varlen = selection.kernel, shape.varlen
     if kernel == "transition":
-        later = selection.options.get("backward", False)
-        return forward.transition_spec(*types, varlen, backward=later)
+        return forward.transition_spec(*types, varlen)
     if kernel == "scan":
         return forward.scan_spec(groups, varlen, "none", False, selection.options.get("save", True))
     if kernel == "reverse_scan":
@@ -144,7 +137,7 @@ class Stage:
 
     def __init__(self, selection: Selection, shape: Shape, device: str = "cuda"):
         self.selection = selection
-        self.op, self.name = operation(selection)
+        self.op, self.name = STAGES[selection.kernel]
         self.inputs = forms.make_inputs(shape, device)[form_of(selection)]
         self.heads = some_heads(shape.H)
         self.problem = problem(self.inputs, save=selection.options.get("save", True))

@@ -127,8 +127,8 @@ def _pairs(adder) -> None:
     squares = grid(SQUARES, SQUARES)
     lower, upper = range(0, 32, 8), range(32, 64, 8)
     for side, first, tokens, gives, takes, q in (
-        ("right", 1, lower, 2, 10, 0),
-        ("left", 0, upper, 4, 8, 2),
+        ("right", 1, lower, 2, 6, 0),  # the words of the other half once, for both blocks
+        ("left", 0, upper, 4, 6, 2),
     ):
         add = adder(f"level 32, {side}", WARPS // 2)
         add("anchor", "gc", "lds32", per_row(), 2, grid((32,), CHANNELS))
