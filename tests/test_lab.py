@@ -278,11 +278,12 @@ def test_counts_of_gradients():
         assert found[f"levels 8, 4, 2: {name}"] == ("ldmatrix_trans", blocks)
         assert found[f"columns: {name}, for dots and norms"] == ("ldmatrix_trans", 2 * blocks)
         assert found[f"columns: d{name} store"] == ("stmatrix_trans", blocks)
-    # Words of kf from the right; of kf and qf from the left.  A side reads its own and the other's.
+    # Words of kf from the right; of kf and qf from the left.  A side reads its own and the other's,
+    # those once for both of its blocks.
     assert found["level 32, right: words store"] == ("sts128", 8 * 2)
     assert found["level 32, left: words store"] == ("sts128", 8 * 4)
-    assert found["level 32, right: words"] == ("lds128", 8 * (2 + 2 * 4))
-    assert found["level 32, left: words"] == ("lds128", 8 * (4 + 2 * 2))
+    assert found["level 32, right: words"] == ("lds128", 8 * (2 + 4))
+    assert found["level 32, left: words"] == ("lds128", 8 * (4 + 2))
     for side in ("right", "left"):
         assert found[f"level 32, {side}: anchor"] == ("lds32", 8 * 2)
         assert found[f"level 32, {side}: gc"] == ("lds32", 8 * 2 * 8)
