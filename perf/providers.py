@@ -115,10 +115,11 @@ def chunk_kda_call(inputs: Inputs, offsets: torch.dtype = torch.int32) -> dict[s
 
 def _forward(function: Callable, call: dict[str, Any], grad: bool) -> Callable[[], Any]:
     """Run the call with inputs that require gradients, or not."""
-    return functools.partial(function, **(_with_leaves(call)[0] if grad else call))
+    return functools.partial(function, **(with_leaves(call)[0] if grad else call))
 
 
-def _with_leaves(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def with_leaves(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The call with inputs that require gradients, and those inputs."""
     names = [n for n in (*LEAVES, "A_log", "dt_bias") if n in call]
     leaves = {n: call[n].detach().requires_grad_() for n in names}
     return call | leaves, list(leaves.values())
@@ -128,7 +129,7 @@ def _backward(
     function: Callable, call: dict[str, Any], do: torch.Tensor, **more: Any
 ) -> Callable[[], Any]:
     """Run the backward of a forward that has run."""
-    call, leaves = _with_leaves(call)
+    call, leaves = with_leaves(call)
     o, _ = function(**call, **more)
     do = do.view(o.shape)
     return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)

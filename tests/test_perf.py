@@ -21,6 +21,7 @@ from kda_cute.workspace import Workspace
 from perf import (
     chunk_kda,
     compare,
+    eager,
     forms,
     profiler,
     providers,
@@ -920,3 +921,25 @@ def test_sanitize_holds_its_runs_against_the_reference(monkeypatch, capsys, fact
     assert sanitize.main(["--every-lane", "--operator", "bwd_recurrence"]) == code
     assert asked == [(p, x, True) for p in ("tf32", "bf16") for x in ("default", "padded")]
     assert capsys.readouterr().out.count("ok" if code == 0 else "WRONG") == 4
+
+
+# ---------------------------------------------------------------- eager calls
+def test_host_time_is_the_median_without_the_first_calls(monkeypatch):
+    durations = iter([90.0, 80.0, 3.0, 1.0, 2.0])
+    clock = itertools.accumulate(itertools.chain.from_iterable((0.0, d) for d in durations))
+    monkeypatch.setattr(eager.time, "perf_counter", lambda: next(clock))
+    assert eager.host_us(lambda: None, repeats=3, warm=2) == pytest.approx(2e6)
+
+
+def test_wall_time_is_that_of_all_calls_together(monkeypatch):
+    calls, clock = [], iter((10.0, 16.0))
+    monkeypatch.setattr(eager.time, "perf_counter", lambda: next(clock))
+    assert eager.wall_us(lambda: calls.append(0), repeats=3, warm=2) == pytest.approx(2e6)
+    assert len(calls) == 5
+
+
+def test_a_row_has_a_figure_under_every_head():
+    reference_call = functools.partial(kda_cute.chunk_kda, backend="reference")
+    row = eager.measure(Shape("tiny", (5, 3), 1), reference_call, "cpu", repeats=1)
+    assert len(row) == len(eager.HEAD) - 2
+    assert all(x > 0 for x in row[:-1]) and row[-1] == 0.0
