@@ -108,7 +108,7 @@ def chunk_kda(
     Gradients, in the dtypes of the inputs, reach q, k, v, g, beta, A_log, dt_bias and
     initial_state; they can't be differentiated again. Saved for them are the inputs as they were
     passed (no copies), and by backend "kernels" 768 bytes per token and head in bf16: the state
-    entering each chunk (512) and X, what v lacks of that state (256). With
+    entering each chunk (512) and X, what that state lacks of v (256). With
     save_states=False these are 0 bytes, and the backward runs the forward's stages again; gradients
     have the same bits either way. Nothing is saved under no_grad. The backward has its own kernels,
     and works in CUDA graphs as the forward does.

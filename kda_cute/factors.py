@@ -9,16 +9,15 @@ chunk's last valid token, b the activated beta, kn and qn the (normalised) keys 
 
     z = INV^T kr         p = mqk INV
 
-and then, S the state on entering the chunk, forward and backward are one affine map and its transpose:
+and then, S the state on entering the chunk, forward and backward are an affine map and its transpose:
 
     X  = v - kd S                o = qd S + p X          S' = exp(gT) S + z^T X
     dv = p^T do + z dS'          dS = exp(gT) dS' + qd^T do - kd^T dv
 
 X is what the tokens would change with nothing else in their chunk; with it, U = INV X is what they
-write, over b.  z is the only factor that meets the carried state in a sum that nothing erases: it is made
-from kr in two bf16 words, high and low.  In p and z a row of INV comes with its unit diagonal, so the
-gradient of v is that of X, and nobody divides by b but for the gradient of a b that is given
-(`LEAST_B`).
+write, over b.  z is the only factor that is summed into the carried S, where nothing erases its error:
+it is made from kr in two bf16 words, high and low.  v enters X by the unit matrix, so its gradient is
+that of X, and nobody divides by b but for the gradient of a b that is given (`LEAST_B`).
 
 The tensors of one chunk and head lie together, in a record of rows of 128 bf16 (`RECORDS`), and the
 records of a call in one tensor [slots, H, rows, 128]: one allocation, one argument of a kernel.

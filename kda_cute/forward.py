@@ -1,7 +1,7 @@
 """The forward pass of `chunk_kda` on kernels: the order of its stages, and their buffers.
 
-    transition  (q, k, g, beta)      -> factors of every chunk     one CTA per (chunk, head)
-    scan        (factors, v, S_0)    -> o, S_T, S and X per chunk   CTAs walk the chunks of a (sequence, head)
+    transition  (q, k, g, beta)    -> factors of every chunk     one CTA per (chunk, head)
+    scan        (factors, v, S_0)  -> o, S_T, S and X per chunk  one or two walk a (sequence, head)
 
 Bytes of the factors, freed when the scan has run: 908 per token and head (kd, z, qd 256 each, p 128,
 qk 4, eg 8).  Kept for a backward pass: 512 for S, 256 for X.
@@ -181,7 +181,7 @@ def groups(p: Problem) -> int:
 
 
 def gate_parameters(p: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A_log [H] and dt_bias [H, 128]; zeros for those that are not given, None where there is no gate."""
+    """A_log [H] and dt_bias [H, 128]; zeros for those not given, None where there is no gate."""
     if p.gate == "log":
         return None, None
     A_log, dt_bias, H = p.A_log, p.dt_bias, p.q.shape[2]

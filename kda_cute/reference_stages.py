@@ -181,8 +181,9 @@ class Activated(NamedTuple):
 
 
 def factors(x: Inputs) -> tuple[Factors, torch.Tensor]:
-    """The factors of every chunk, and INV [slots, H, 64, 64]; 0 in rows that no token has (INV: those of
-    I), NaN in slots that no chunk owns.  No |b| is below LEAST_B.
+    """The factors of every chunk, and INV [slots, H, 64, 64]; 0 in rows that no token has (INV: those
+    of I), NaN in slots that no chunk owns.  No |b| is below LEAST_B, as in the backward form of the
+    kernel.
     """
     x = x.double()
     H, D = x.q.shape[2:]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from kda_cute import chunk_kda
 from kda_cute.accuracy.peers import Unavailable, fla_forward
 from kda_cute.layouts.plan import format_table
 from kda_cute.machine import surroundings
-from perf import forms, providers
+from perf import forms, profiler, providers
 from perf.shapes import SHAPES, Shape, find_shape
 
 MIB = 2**20
@@ -33,15 +32,10 @@ HEAD = (
 
 
 def host_us(call: Callable[[], object], repeats: int, warm: int = 10) -> float:
-    """Median microseconds until the call returns; what it returned is freed outside."""
-    samples = []
-    for _ in range(warm + repeats):
-        _wait()
-        start = time.perf_counter()
-        result = call()
-        samples.append(time.perf_counter() - start)
-        del result
-    return 1e6 * statistics.median(samples[warm:])
+    """Median microseconds until the call returns."""
+    for _ in range(warm):
+        call()
+    return profiler.host_time(call, repeats=repeats, synchronize=_wait).median
 
 
 def wall_us(call: Callable[[], object], repeats: int, warm: int = 5) -> float:
@@ -68,12 +62,10 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure(shape: Shape, function: Callable, device: str, repeats: int, **more) -> list[float]:
+def measure(shape: Shape, function: Callable, device: str, repeats: int) -> list[float]:
     """A row of the table, after its names."""
-    calls = {
-        form: providers.chunk_kda_call(x) | more
-        for form, x in forms.make_inputs(shape, device).items()
-    }
+    inputs = forms.make_inputs(shape, device)
+    calls = {form: providers.chunk_kda_call(x) for form, x in inputs.items()}
     forward = lambda form: lambda: function(**calls[form])  # noqa: E731
     with torch.no_grad():
         row = [host_us(forward(form), repeats) for form in ("B", "A")]

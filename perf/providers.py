@@ -21,7 +21,7 @@ from kda_cute.accuracy.peers import (
 from perf.forms import LEAVES, LOWER_BOUND, SCALE, TYPES, Inputs
 from perf.shapes import HEAD_DIM, Shape, backward_stages, forward_stages
 
-OPTIONS = ("states", "nostates")  # of this package: keep every chunk's state for the backward?
+OPTIONS = ("states", "nostates")  # of this package: keep states and X for the backward?
 TOLERANCE = {"kda_cute": 1e-2, "cudnn": 2e-2, "fla": 2e-2}  # relative Frobenius error
 # cuDNN's error in dg is 2.1e-2 on typical inputs.
 LOOSER = {("kda_cute", "dbeta"): 1.4e-2, ("cudnn", "dg"): 5e-2}

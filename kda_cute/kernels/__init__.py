@@ -1,1 +1,3 @@
-"""One kernel a file, named by its result.  Import these only through the host functions: they import the DSL."""
+"""One kernel a package, named by its result; the scans share one.  They import the DSL: import them
+only through the host functions.
+"""

@@ -395,10 +395,10 @@ def _squares(s: int) -> tuple[Coord, ...]:
 
 
 def _inverse(adder) -> None:
-    """Blocks of 16 of L and X: on the diagonal, below it in pairs, in the corner of four.
+    """Blocks of 16 of L and R: on the diagonal, below it in pairs, in the corner of four.
 
-    Loads of values that are known to be 0 are not there.  The corner's four blocks take 9 products X L
-    and 6 of those with X; they leave as INV.
+    Loads of values that are known to be 0 are not there.  The corner's four blocks take 9 products R L
+    and 6 of those with R; they leave as INV.
     """
     blocks = grid(range(0, 64, 8), range(0, 64, 8))
     every = grid(tuple(r + i for r in range(0, 64, 8) for i in (0, 1)), range(0, 64, 8))

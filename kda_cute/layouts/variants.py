@@ -146,7 +146,7 @@ def gradients_tiles(wide: Layout, precision: str, *, g: str = "bf16") -> list[Ti
     dtype of the raw gates, which are loaded twice.
 
     Tiles change their meaning in place: X becomes U, q and k their gradients, raw that of the gate.  M
-    and L hold both triangles, and nothing on the diagonal.
+    and L hold both triangles; nobody reads their diagonals.
     """
     swizzle, dense = Swizzle128(), Dense()
     return [

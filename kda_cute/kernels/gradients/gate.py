@@ -10,10 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ...device.chunk import Chunk
 from ...device.math import LOG2E, exp2, softplus
 from ...device.matrix_rows import LaneRows, MatrixRows
+from ...device.vectors import load_two, store_two
 from ...device.warp_mma import packed_bf16, quad_sum, select, unpack_bf16, unpack_word, words
-from .schedule import BLOCK, DEEPEST, PAIRS, SPAN, THREADS, WARPS, C, Chunk, D, Gmem, Row, Sum
+from .schedule import BLOCK, DEEPEST, PAIRS, SPAN, THREADS, WARPS, C, D, Gmem, Row, Sum
 
 SPANS = C // SPAN
 GROUPS = 4  # of 8 tokens, of a warp
@@ -263,18 +265,3 @@ def quad_parts(x):
     both = x + one
     two = cute.arch.shuffle_sync_bfly(both, offset=2)
     return one, two, both + two
-
-
-def load_two(tile, row, pair):
-    """Two neighbouring fp32 values of a row."""
-    two = cute.make_rmem_tensor((2,), Float32)
-    cute.autovec_copy(cute.local_tile(tile[row, None], (2,), (pair,)), two)
-    return [two[0], two[1]]
-
-
-def store_two(tile, row, pair, values):
-    """The reverse of `load_two`."""
-    two = cute.make_rmem_tensor((2,), Float32)
-    two[0] = values[0]
-    two[1] = values[1]
-    cute.autovec_copy(two, cute.local_tile(tile[row, None], (2,), (pair,)))

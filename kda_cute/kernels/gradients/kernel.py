@@ -1,16 +1,16 @@
 """Gradients of the inputs of `chunk_kda` from the states and their gradients, K = V = 128.
 
 One CTA works on one (chunk, head); chunks don't depend on each other.  gc is the running sum of the
-gate in the chunk, gT its last value, kn and qn the normalised keys and queries, and S [V, K] the
-state on entering the chunk, dS the gradient of the state on leaving it; X is that of `factors`, and
-U = INV X what the tokens write, over b.
+gate in the chunk, gT its last value, kn and qn the normalised keys and queries, and S [K, V] the
+state on entering the chunk, dS the gradient of the state on leaving it, both stored [V, K]; X is that
+of `factors`, and U = INV X what the tokens write, over b.
 
     dM = do U^T diag(b)    dL = -dv U^T diag(b)    of pairs i > j, and dM of i = j
     b db = sum_v dv U, the diagonal of dv U^T; where dv was made with LEAST_B for b, it is mended here
-    dqn = scale e^gc do S + what pairs add
-    dkn = -e^gc dv S + b e^(gT - gc) U dS + what pairs add
-    dgc = qn scale e^gc do S - kn e^gc dv S + what pairs add
-    dg_t = sum of dgc from t on + e^gT sum_v dS S + sum of b kn e^(gT - gc) U dS before t
+    dqn = scale e^gc do S^T + what pairs add
+    dkn = -e^gc dv S^T + b e^(gT - gc) U dS^T + what pairs add
+    dgc = qn scale e^gc do S^T - kn e^gc dv S^T + what pairs add
+    dg_t = sum of dgc from t on + e^gT sum_v dS S + sum of b kn e^(gT - gc) U dS^T before t
 
 then the backward of norms, gate and beta.  Steps:
 
@@ -34,11 +34,12 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ...device import fakes, records, tma
+from ...device.chunk import Chunk, Options, find_chunk, zero_tail
 from ...device.math import exp2
 from ...device.registers import again
-from ...device.slots import packed_chunk
+from ...device.warp_mma import unpack_word
 from .gate import Gate
-from .pairs import Lane, Pairs, Place, unpack
+from .pairs import Lane, Pairs, Place
 from .products import Products
 from .schedule import (
     AHEAD,
@@ -49,13 +50,11 @@ from .schedule import (
     THREADS,
     Bar,
     C,
-    Chunk,
     Config,
     Copies,
     D,
     Gmem,
     Grid,
-    Options,
     Row,
     Stores,
     shared_memory,
@@ -80,7 +79,9 @@ class Gradients:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, do: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
-        dv: cute.Tensor, chunk: cute.Tensor, dchunk: cute.Tensor, factors: cute.Tensor,
+        dv: cute.Tensor,
+        # records [slots, H, rows, 128] bf16, see `kda_cute.factors`
+        chunk: cute.Tensor, dchunk: cute.Tensor, factors: cute.Tensor,
         dq: cute.Tensor, dk: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor, parameters,
         scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
@@ -136,7 +137,7 @@ class Gradients:
         bars = self.plan["barriers"].view(base).iterator
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tid, _, _ = cute.arch.thread_idx()
-        at = self.find_chunk(m, grid)
+        at = find_chunk(self.config.varlen, m, grid)
         if at.rows > 0:
             if warp == 0:
                 with cute.arch.elect_one():
@@ -230,7 +231,8 @@ class Gradients:
         if at.rows < C:
             cute.arch.mbarrier_wait(bars + Bar.START, 0)
             cute.arch.mbarrier_wait(bars + Bar.VALUES, 0)
-            self.zero_tail(at, base, tid)
+            tails = [self.plan[name] for name in ("q", "k", "do", "dv")]
+            zero_tail(tails, at, base, tid, THREADS)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
         if warp < 8:
@@ -242,15 +244,15 @@ class Gradients:
         self.tokens.norms(base, tid, o)
         cute.arch.sync_threads()  # gate totals, b, norms, U
         cute.arch.mbarrier_wait(bars + Bar.START, 0)
-        acc_q = self.products.by_state(base, tid, "S", "do")
+        acc_q = self.products.by_state(base, tid, "S", "do")  # (do S^T)^T
         self.gate.publish(base, tid, sums)
         cute.arch.mbarrier_wait(bars + Bar.END, 0)
-        acc_kr = self.products.by_state(base, tid, "dS", "X")
+        acc_kr = self.products.by_state(base, tid, "dS", "X")  # (U dS^T)^T: X holds U now
         self.prefetch(m, copies, grid, at, base, warp)
-        acc_M = self.products.by_tokens(base, tid, "do")
+        acc_M = self.products.by_tokens(base, tid, "do")  # do U^T
         cute.arch.mbarrier_wait(bars + Bar.VALUES, 0)
-        acc_L = self.products.by_tokens(base, tid, "dv")
-        acc_k = self.products.by_state(base, tid, "S", "dv")
+        acc_L = self.products.by_tokens(base, tid, "dv")  # dv U^T
+        acc_k = self.products.by_state(base, tid, "S", "dv")  # (dv S^T)^T
         self.products.decay(base, lane, warp % 8, warp // 8)
         warpgroup.wait_group(1)
         self.products.publish(base, tid, lane, acc_M, "M", 1.0)
@@ -300,16 +302,6 @@ class Gradients:
                 tma.store(copy, tile.view(base), cute.local_tile(rows, tile.shape, (0, 0)))
             cute.arch.cp_async_bulk_commit_group()
 
-    @cute.jit
-    def zero_tail(self, at: Chunk, base, tid: Int32):
-        """Rows past the sequence's end hold another sequence's tokens, or anything."""
-        for i in cutlass.range(at.rows * D + tid, C * D, THREADS, unroll=1):
-            self.zero(base, i // D, i % D)
-
-    def zero(self, base, row, col):
-        for name in ("q", "k", "do", "dv"):
-            self.plan[name].view(base)[row, col] = BFloat16(0)
-
     def combine(self, base, place, acc_q, acc_k, acc_kr):
         """What the products with states give, and pairs of equal or neighbouring tokens: registers
         for `pairs`; kr dkr goes to its tile.
@@ -327,7 +319,7 @@ class Gradients:
                 factors = cute.make_rmem_tensor((2, 3), Float32)
                 for n, line in enumerate(lines):
                     cute.autovec_copy(line[None, s, block], factors[None, n])
-                kw, qw = unpack(k[w]), unpack(q[w])
+                kw, qw = unpack_word(k[w]), unpack_word(q[w])
                 sums = [gc[i, half, s, block] for i in range(2)]
                 lane.step[4 * block + w] = exp2(sums[1] - sums[0])
                 for i in range(2):
@@ -374,21 +366,6 @@ class Gradients:
         """The chunk."""
         line = self.plan["chunk"].view(base)
         return Chunk(*(Int32(line[0, i]) for i in range(len(Chunk._fields))))
-
-    @cute.jit
-    def find_chunk(self, m: Gmem, grid: Grid):
-        """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""
-        index, _, _ = cute.arch.block_idx()
-        T = m.q.shape[1]
-        slot, h = divmod(index, grid.heads)
-        if const_expr(self.config.varlen):
-            b = Int32(0)
-            token, rows = packed_chunk(m.cu_seqlens, T, slot)
-        else:
-            b, chunk = divmod(slot, grid.chunks)
-            token = chunk * C
-            rows = cutlass.min(T - token, C)
-        return Chunk(b, token, rows, slot, h)
 
 
 # ---------------------------------------------------------------- compile

@@ -37,7 +37,7 @@ from ...device.math import exp2
 from ...device.matrix_rows import LaneRows, MatrixRows
 from ...device.registers import again
 from ...device.sync import meet
-from ...device.warp_mma import from_bits, multiply_bf16x2, packed_bf16, select
+from ...device.warp_mma import multiply_bf16x2, packed_bf16, select, unpack_word
 from .schedule import BLOCK, C, NamedBar, Row
 
 COUNT = 16  # values of a lane
@@ -124,7 +124,7 @@ class Lane:
 
     def add_left(self, w, f, kf, qf, a, y):
         """a, y: the pair's results; kf, qf: its words."""
-        k, q = unpack(kf), unpack(qf)
+        k, q = unpack_word(kf), unpack_word(qf)
         for i in range(2):
             e = 2 * w + i
             self.dq[e] = self.dq[e] + f[i] * a[i]
@@ -132,7 +132,7 @@ class Lane:
             self.dgc[e] = self.dgc[e] + q[i] * a[i] + k[i] * y[i]
 
     def add_right(self, w, f, kf, y):
-        k = unpack(kf)
+        k = unpack_word(kf)
         for i in range(2):
             e = 2 * w + i
             self.dk[e] = self.dk[e] + f[i] * y[i]
@@ -178,7 +178,7 @@ class Pairs:
         for w in range(4):
             two = cute.make_rmem_tensor((2,), Float32)
             cute.autovec_copy(diagonal[None, w // 2, block], two)
-            for i, (x, y) in enumerate(zip(unpack(k[w]), unpack(q[w]), strict=True)):
+            for i, (x, y) in enumerate(zip(unpack_word(k[w]), unpack_word(q[w]), strict=True)):
                 e = 8 * block + 2 * w + i
                 lane.dq[e] = lane.dq[e] + two[i] * x
                 lane.dk[e] = lane.dk[e] + two[i] * y
@@ -189,7 +189,7 @@ class Pairs:
         for w in range(4):
             pair = C // 4 * place.half + 8 * block + 4 * (w // 2) + place.c
             m_ij, l_ij = line[pair], line[C // 2 + pair]
-            x, y = unpack(k[w]), unpack(q[w])
+            x, y = unpack_word(k[w]), unpack_word(q[w])
             even, odd = 8 * block + 2 * w, 8 * block + 2 * w + 1
             f = lane.step[4 * block + w]
             kf = x[0] * f
@@ -379,11 +379,6 @@ def same(x, note, *, loc=None, ip=None):
         ip=ip,
     )
     return Float32(out)
-
-
-def unpack(word):
-    """The two fp32 values of a word of two bf16."""
-    return [from_bits(word << 16), from_bits(word & Int32(-65536))]
 
 
 def scaled(word, factors):

@@ -82,8 +82,8 @@ class Products:
         self, base, tid: Int32, lane: Int32, acc: cute.Tensor, name: cutlass.Constexpr,
         sign: cutlass.Constexpr,
     ):  # fmt: skip
-        """The strictly lower half of the product, times the rows' factors, to both triangles of the
-        tile M or L; the pairs of neighbours, and what the diagonals hold, to `rows`.  A warp has a
+        """The strictly lower half of the product, times factors of rows and columns, to both triangles
+        of the tile M or L; the pairs of neighbours, and what the diagonals hold, to `rows`.  A warp has a
         block of 16 by 16.
         """
         warp = cute.arch.make_warp_uniform(tid // 32)

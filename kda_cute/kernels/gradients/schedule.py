@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 
 from ...device.tma import Tma
 from ...factors import CHUNK as C
@@ -86,7 +85,7 @@ class Sum(enum.IntEnum):
 
 
 class Gmem(NamedTuple):
-    """Global tensors, in the order of the compiled function's arguments."""
+    """Global tensors: the caller's, and parts of records."""
 
     q: cute.Tensor  # [B, T, H, 128] bf16
     k: cute.Tensor
@@ -107,26 +106,6 @@ class Gmem(NamedTuple):
     dbeta: cute.Tensor  # [B, T, H], as beta
     dA_part: cute.Tensor  # [slots, H] f32, or None
     ddt_part: cute.Tensor  # [slots, H, 128] f32, or None
-
-
-class Options(NamedTuple):
-    """Scalars known at the call."""
-
-    scale: Float32
-    lower_bound: Float32
-    beta_scale: Float32
-    l2norm: Int32
-    beta_sigmoid: Int32
-
-
-class Chunk(NamedTuple):
-    """Where a CTA works: batch row, first token, tokens (0: nothing to do), slot, head."""
-
-    b: Int32
-    token: Int32
-    rows: Int32
-    slot: Int32
-    h: Int32
 
 
 class Copies(NamedTuple):

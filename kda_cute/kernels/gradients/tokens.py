@@ -8,11 +8,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
+from ...device.chunk import Chunk, Options
 from ...device.math import LOG2E, at_least, exp2, sigmoid
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import packed_bf16, select, unpack_bf16
 from ...factors import LEAST_B
-from .schedule import BLOCK, NORM_EPS, THREADS, C, Chunk, D, Gmem, Options, Row
+from .schedule import BLOCK, NORM_EPS, THREADS, C, D, Gmem, Row
 
 PARTS = THREADS // C  # threads of a token
 

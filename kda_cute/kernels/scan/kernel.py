@@ -21,8 +21,9 @@ at work: the decay of S, the subtraction from v and the copies out run under S^T
 the diagonal under X^T z, and rounding the state under X^T p^T.
 
 The state on entering each chunk and X are saved for a backward pass when asked for.  Rows past a
-sequence's end are 0 in every factor, and v is zeroed there in shared memory: they add nothing to S and
-are 0 in X; only o must not be written there.  Sequences may be empty.  Shared-memory layouts come from `kda_cute.layouts`.
+sequence's end are 0 in every factor, and v is zeroed there in shared memory: they add nothing to S
+and are 0 in X; only o must not be written there.  Sequences may be empty.  Shared-memory layouts come
+from `kda_cute.layouts`.
 """
 
 import cuda.bindings.driver as cuda

@@ -57,7 +57,7 @@ class Config(Cta):
 @dataclass(frozen=True)
 class ReverseConfig(Cta):
     """The fields of `Config` with the gradient of the last state as the initial one, and that of
-    the first as the final one; what each chunk adds to the results is always written.
+    the first as the final one; dS and dv of each chunk are always written.
     """
 
     groups: int

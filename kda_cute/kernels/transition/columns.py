@@ -9,7 +9,7 @@ import copy
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Int32
 
 from ...device.matrix_rows import MatrixRows
 from ...device.warp_mma import multiply_bf16x2, packed_bf16, words
@@ -97,25 +97,3 @@ class RowWords:
         two = cute.make_rmem_tensor((2,), BFloat16)
         cute.recast_tensor(two, Int32)[0] = word
         cute.autovec_copy(two, self.at(row))
-
-
-def load_pair(tile, row, pair):
-    """Two neighbouring fp32 values of a row."""
-    two = cute.make_rmem_tensor((2,), Float32)
-    cute.autovec_copy(cute.local_tile(tile[row, None], (2,), (pair,)), two)
-    return [two[0], two[1]]
-
-
-def store_pair(tile, row, pair, values):
-    """The reverse of `load_pair`."""
-    two = cute.make_rmem_tensor((2,), Float32)
-    two[0] = values[0]
-    two[1] = values[1]
-    cute.autovec_copy(two, cute.local_tile(tile[row, None], (2,), (pair,)))
-
-
-def load_four(line, index):
-    """Four fp32 values of a row, from 4 index on."""
-    four = cute.make_rmem_tensor((4,), Float32)
-    cute.autovec_copy(cute.local_tile(line, (4,), (index,)), four)
-    return [four[i] for i in range(4)]

@@ -11,20 +11,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
+from ...device.chunk import Chunk, Options
 from ...device.math import LOG2E, at_least, exp2, sigmoid, softplus
 from ...device.matrix_rows import MatrixRows
+from ...device.vectors import load_two, store_two
 from ...device.warp_mma import WarpMma, select, unpack_word, words
-from .columns import Columns, RowWords, falling, load_pair, store_pair
+from .columns import Columns, RowWords, falling
 from .schedule import (
     BLOCK,
     BLOCKS,
     NORM_EPS,
     STEPS,
     C,
-    Chunk,
     Factor,
     Gmem,
-    Options,
 )
 
 
@@ -73,11 +73,9 @@ class Gate:
         rest = falling(own.e, 0, BLOCK - 1)[BLOCK - 1]
         first = [own.e[i, 0] for i in range(2)]
         totals = self.plan["totals"].view(base)
-        store_pair(totals, own.block + Total.REST, own.pair, rest)
-        store_pair(totals, own.block + Total.FIRST, own.pair, first)
-        store_pair(
-            totals, own.block + Total.WHOLE, own.pair, [rest[i] * first[i] for i in range(2)]
-        )
+        store_two(totals, own.block + Total.REST, own.pair, rest)
+        store_two(totals, own.block + Total.FIRST, own.pair, first)
+        store_two(totals, own.block + Total.WHOLE, own.pair, [rest[i] * first[i] for i in range(2)])
 
     def read(self, m, at, own, tid) -> Inputs:
         """Issue all loads before anything waits for one; past the end, of the last token."""
@@ -129,11 +127,11 @@ class Gate:
         """eg = exp(gT) to global memory."""
         if own.block == 0:
             totals = self.plan["totals"].view(base)
-            decay = load_pair(totals, Total.WHOLE, own.pair)
+            decay = load_two(totals, Total.WHOLE, own.pair)
             for b in cutlass.range_constexpr(1, BLOCKS):
-                part = load_pair(totals, Total.WHOLE + b, own.pair)
+                part = load_two(totals, Total.WHOLE + b, own.pair)
                 decay = [decay[i] * part[i] for i in range(2)]
-            store_pair(m.eg[at.slot, None, None], at.h, own.pair, decay)
+            store_two(m.eg[at.slot, None, None], at.h, own.pair, decay)
 
     # ------------------------------------------------------------ keys, queries, b
     def take(self, base, own):

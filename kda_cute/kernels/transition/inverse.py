@@ -1,10 +1,10 @@
-"""X = (I + L)^-1 of a 64 x 64 strictly lower L, by block doubling in tf32.
+"""R = (I + L)^-1 of a 64 x 64 strictly lower L, by block doubling in tf32.
 
-With X the inverse of the diagonal blocks of s rows, those of 2s follow from X -= X L_s X, where L_s
+With R the inverse of the diagonal blocks of s rows, those of 2s follow from R -= R L_s R, where L_s
 holds the lower left s x s corner of each.  Every power of L that a series would need can be huge
 when keys are alike; nothing here is larger than the inverse itself.
 
-Inside a block of 16 a warp holds X and X^T as operands, so that products feed each other without
+Inside a block of 16 a warp holds R and R^T as operands, so that products feed each other without
 leaving the registers: an accumulator is an A operand as it stands, and the B operand of a matrix is
 the accumulator of its transpose.  The step between two blocks goes through shared memory, in place.
 The last one leaves as INV, in bf16.
@@ -60,7 +60,7 @@ class Inverse:
         tile = self.plan["L"].view(base)
         total = self.mma.accumulators(1, 2)
         for b in cutlass.range_constexpr(2):
-            if b >= j:  # X is 0 above its diagonal
+            if b >= j:  # R is 0 above its diagonal
                 self.add_column(total, tile, i, j, b, lane)
         values = block_values(total, 0, 0)
         r, c = lane // 4, lane % 4
@@ -77,7 +77,7 @@ class Inverse:
         self, total: cute.Tensor, tile: cute.Tensor, i: Int32, j: Int32, b: cutlass.Constexpr,
         lane: Int32,
     ):  # fmt: skip
-        """total += (sum_a X_ia L_ab) X_bj."""
+        """total += (sum_a R_ia L_ab) R_bj."""
         inner = self.mma.accumulators(1, 2)
         self.add(inner, self.rows(tile, i, 2, lane), self.columns(tile, 2, b, lane))
         if i == 3:
@@ -111,23 +111,23 @@ class Inverse:
             unit = [*unit, 0.0, 0.0, 0.0, 0.0, *unit]
             return [x - y for x, y in zip(unit, corner(values, 1, lower), strict=True)]
 
-        X, Xt = first(L, True), first(Lt, False)
+        R, Rt = first(L, True), first(Lt, False)
         for s in (2, 4):
             Ls, Lst = corner(L, s, True), corner(Lt, s, False)
-            Y = self.in_squares(self.in_squares(X, Lst), Xt)  # X L_s X
-            Yt = self.in_squares(self.in_squares(Xt, Ls), X)
-            X = [x - y for x, y in zip(X, Y, strict=True)]
-            Xt = [x - y for x, y in zip(Xt, Yt, strict=True)]
+            Y = self.in_squares(self.in_squares(R, Lst), Rt)  # R L_s R
+            Yt = self.in_squares(self.in_squares(Rt, Ls), R)
+            R = [x - y for x, y in zip(R, Y, strict=True)]
+            Rt = [x - y for x, y in zip(Rt, Yt, strict=True)]
         # L_8 is the square below the diagonal ones
         part = self.mma.accumulators(1, 1)
         below = [0.0, 0.0, Lt[4], Lt[5]]
-        self.mma.step(part, 0, 0, self.mma.operand_a(X), self.mma.operand_b(below), (1,))
+        self.mma.step(part, 0, 0, self.mma.operand_a(R), self.mma.operand_b(below), (1,))
         total = self.mma.accumulators(1, 1)
         left = [0.0, 0.0, part[2], part[3], 0.0, 0.0, 0.0, 0.0]
-        right = self.mma.operand_b([Xt[0], Xt[1], 0.0, 0.0])
+        right = self.mma.operand_b([Rt[0], Rt[1], 0.0, 0.0])
         self.mma.step(total, 0, 0, self.mma.operand_a(left), right, (0,))
-        X[2], X[3] = -total[2], -total[3]
-        return X
+        R[2], R[3] = -total[2], -total[3]
+        return R
 
     def in_squares(self, a, bt):
         """A B of matrices that have only their two diagonal squares of 8."""

@@ -7,16 +7,16 @@ One CTA makes the factors of one (chunk, head), in steps:
     gather    k and q to registers; norms of k and q
     pairs     L = tril(kn_i . kn_j e^(gc_i - gc_j), -1) diag(b) and mqk: wgmma, dyadic factors
     tiles     kd = kn e^gc, qd = scale qn e^gc, kr = b kn e^(gT - gc) in two words
-    invert    X = (I + L)^-1 in tf32: half the tokens by warps 0 and 1 of each warpgroup, before their
+    invert    R = (I + L)^-1 in tf32: half the tokens by warps 0 and 1 of each warpgroup, before their
               tiles; what joins the halves by warps 2 and 3, after theirs
-    publish   INV = X in bf16
-    multiply  wgmma: z = INV^T kr, p = mqk INV; a warpgroup has half of the columns of both
+    publish   INV = R in bf16
+    multiply  wgmma: z = INV^T kr, half of its columns a warpgroup; p = mqk INV by both
     store     TMA: kd and qd as soon as they are there, then z, p and, for a backward pass, INV
 
 Two CTAs fit an SM, so that one computes while the other waits.  A CTA that has issued its loads asks
 L2 for those of a CTA that starts later, of the same head some chunks on: a guess, which never
 matters for the results.  Tiles change their meaning in place: kr becomes z, mqk becomes p, L becomes
-X.  Rows past the sequence's end are zeroed in shared memory as they arrive.
+R.  Rows past the sequence's end are zeroed in shared memory as they arrive.
 """
 
 from typing import NamedTuple
@@ -29,10 +29,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device import fakes, records, tma
 from ...device import warpgroup as wg
+from ...device.chunk import Chunk, Options, find_chunk, zero_tail
 from ...device.matrix_rows import MatrixRows
-from ...device.slots import packed_chunk
+from ...device.vectors import load_four
 from ...device.warp_mma import packed_bf16, select
-from .columns import Columns, load_four
+from .columns import Columns
 from .gate import Gate
 from .inverse import Inverse
 from .pairs import Pairs
@@ -46,12 +47,10 @@ from .schedule import (
     THREADS,
     Bar,
     C,
-    Chunk,
     Config,
     D,
     Gmem,
     NamedBar,
-    Options,
     shared_memory,
 )
 from .tiles import Tiles
@@ -98,7 +97,7 @@ class Transition:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
         A_log, dt_bias, cu_seqlens,
-        factors: cute.Tensor,
+        factors: cute.Tensor,  # records [slots, H, rows, 128] bf16, see `kda_cute.factors`
         scale: Float32, lower_bound: Float32, beta_scale: Float32, l2norm: Int32, beta_sigmoid: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
@@ -135,7 +134,7 @@ class Transition:
         base = cutlass.memory.SmemAllocator().allocate(self.plan.total_bytes, 1024)
         bars = self.plan["barriers"].view(base).iterator
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = self.find_chunk(m, grid)
+        at = find_chunk(self.config.varlen, m, grid)
         if at.rows > 0:
             if warp == 0:
                 with cute.arch.elect_one():
@@ -201,7 +200,8 @@ class Transition:
         cute.arch.sync_threads()  # totals, b, mbarriers
         cute.arch.mbarrier_wait(bars + Bar.QK, 0)
         if at.rows < C:
-            self.zero_tail(at, base, tid)
+            tails = [self.plan[name] for name in ("k", "q")]
+            zero_tail(tails, at, base, tid, THREADS)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
         self.gate.take(base, own)
@@ -256,19 +256,9 @@ class Transition:
             cute.autovec_copy(zero, flat[None, tid + i * THREADS])
 
     @cute.jit
-    def zero_tail(self, at: Chunk, base, tid: Int32):
-        """Rows past the sequence's end hold another sequence's tokens, or anything."""
-        for i in cutlass.range(at.rows * D + tid, C * D, THREADS, unroll=1):
-            self.zero(base, i // D, i % D)
-
-    def zero(self, base, row, col):
-        for name in ("k", "q"):
-            self.plan[name].view(base)[row, col] = BFloat16(0)
-
-    @cute.jit
     def publish(self, base, group: Int32, part: Int32, lane: Int32):
-        """INV = X in bf16, inside a half: a lane has a row's 16 columns of one block.  Warp 0 takes the
-        lower block row, which it made; X above the diagonal blocks was never written.
+        """INV = R in bf16, inside a half: a lane has a row's 16 columns of one block.  Warp 0 takes the
+        lower block row, which it made; R above the diagonal blocks was never written.
         """
         cute.arch.sync_warp()
         i, j = 1 - part, lane // BLOCK
@@ -287,8 +277,8 @@ class Transition:
 
     @cute.jit
     def multiply(self, base, tid: Int32, lane: Int32):
-        """z = INV^T kr over kr, half of the columns by each warpgroup, and p, the strictly lower part of
-        mqk INV, over mqk: by both, since half of its columns is too narrow an operand.
+        """z = INV^T kr over kr, half of the columns by each warpgroup, and p, the strictly lower
+        part of mqk INV, over mqk: by both, since half of its columns is too narrow an operand.
         """
         view = lambda name, transposed=False: self.plan[name].view(base, transposed=transposed)  # noqa: E731
         group, within = tid // GROUP, tid % GROUP
@@ -306,13 +296,12 @@ class Transition:
         cute.arch.sync_threads()  # all products ended
         wg.store_matrix(by_keys, tid, wg.rounded(z), view("kr"))
         if group == 0:
-            own = (
-                within // 32
-            )  # block row; the squares of 8 on the diagonal are p's 2 own and 2 own + 1
+            # The squares of 8 on p's diagonal are 2 row and 2 row + 1.
+            row = within // 32  # of blocks
             for n in cutlass.range_constexpr(C // 8):
                 for i in cutlass.range_constexpr(2):
                     e, diagonal = i + 2 * (n % 2) + 4 * n, lane // 4 == 2 * (lane % 4) + i
-                    p[e] = select((own == n // 2) & diagonal, Float32(0), p[e])
+                    p[e] = select((row == n // 2) & diagonal, Float32(0), p[e])
             wg.store_matrix(by_tokens, within, wg.rounded(p), view("mqk"))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
@@ -324,22 +313,6 @@ class Transition:
             block = cute.local_tile(copy.tensor[None, None, at.h, at.slot], tile.shape, (0, 0))
             tma.store(copy, tile.view(base), block)
         cute.arch.cp_async_bulk_commit_group()
-
-    # ------------------------------------------------------------ which chunk
-    @cute.jit
-    def find_chunk(self, m: Gmem, grid: Grid):
-        """This CTA's chunk.  Offsets out of range or out of order never lead outside the tensors."""
-        block, _, _ = cute.arch.block_idx()
-        T = m.q.shape[1]
-        slot, h = divmod(block, grid.heads)
-        if const_expr(self.config.varlen):
-            b = Int32(0)
-            token, rows = packed_chunk(m.cu_seqlens, T, slot)
-        else:
-            b, chunk = divmod(slot, grid.chunks)
-            token = chunk * C
-            rows = cutlass.min(T - token, C)
-        return Chunk(b, token, rows, slot, h)
 
 
 # ---------------------------------------------------------------- compile
@@ -356,7 +329,8 @@ def trace(config: Config):
     if config.varlen:
         cu = fakes.offsets()
     arguments = (
-        strided(BFloat16, B, T, H, D), strided(BFloat16, B, T, H, D), strided(fakes.TYPES[config.g], B, T, H, D), beta, A_log, dt_bias, cu,
+        *(strided(dtype, B, T, H, D) for dtype in (BFloat16, BFloat16, fakes.TYPES[config.g])),
+        beta, A_log, dt_bias, cu,
         records.fake(config.record, slots, H),
         *(Float32(0),) * 3, Int32(0), Int32(0),
     )  # fmt: skip

@@ -22,8 +22,9 @@ from cutlass.cute.nvgpu import warpgroup
 from ...device import warpgroup as wg
 from ...device.matrix_rows import MatrixRows
 from ...device.sync import meet
+from ...device.vectors import load_two
 from ...device.warp_mma import packed_bf16, select
-from .columns import Columns, RowWords, falling, load_pair, rising, scaled
+from .columns import Columns, RowWords, falling, rising, scaled
 from .gate import Total
 from .schedule import BLOCK, GROUP, LEVELS, C, Factor, NamedBar
 
@@ -107,7 +108,7 @@ class Pairs:
                 left.store(r + BLOCK, scaled(own.q[r], f))
         else:
             _, right = self.rows(base, own, group, place, 0)
-            start = load_pair(self.plan["totals"].view(base), Total.FIRST + own.block + 1, own.pair)
+            start = load_two(self.plan["totals"].view(base), Total.FIRST + own.block + 1, own.pair)
             for r, f in rising(own.e, BLOCK - 1, 0, start).items():
                 right.store(r, scaled(own.k[r], f))
 
@@ -117,7 +118,7 @@ class Pairs:
         totals, tile = self.plan["totals"].view(base), self.plan["rows"]
         first = BLOCK * (own.block % 2)
         if own.block >= 2:
-            rest = load_pair(totals, Total.REST + 2, own.pair)  # block 3 decays through block 2
+            rest = load_two(totals, Total.REST + 2, own.pair)  # block 3 decays through block 2
             start = [select(own.block == 3, rest[i] * own.e[i, 0], Float32(1)) for i in range(2)]
             of_k = RowWords(tile, base, HALF + first, own.pair)
             of_q = of_k.in_next_stage(tile)
@@ -125,8 +126,8 @@ class Pairs:
                 of_k.store(r, scaled(own.k[r], f))
                 of_q.store(r, scaled(own.q[r], f))
         else:
-            start = load_pair(totals, Total.FIRST + 2, own.pair)
-            whole = load_pair(totals, Total.WHOLE + 1, own.pair)  # block 0 decays through block 1
+            start = load_two(totals, Total.FIRST + 2, own.pair)
+            whole = load_two(totals, Total.WHOLE + 1, own.pair)  # block 0 decays through block 1
             start = [start[i] * select(own.block == 0, whole[i], Float32(1)) for i in range(2)]
             rows = RowWords(tile, base, LEFT + BLOCK + first, own.pair)
             copies = rows, rows.in_next_stage(tile)

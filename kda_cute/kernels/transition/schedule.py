@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 
 from ...factors import CHUNK as C
 from ...factors import HEAD_DIM as D
@@ -30,7 +29,7 @@ L2_LINE = 128  # bytes of a prefetch
 @dataclass(frozen=True)
 class Config:
     """g, beta: dtypes "bf16" or "f32"; gate: "log", "safe" or "softplus", see `kda_cute.gates`;
-    varlen: packed sequences; backward: INV goes out too, and no b is below `factors.LEAST_B`.
+    varlen: packed sequences; backward: INV goes out too, and no given |b| is below `factors.LEAST_B`.
 
     every_thread: see `device.sync.meet`.
     """
@@ -56,7 +55,7 @@ class Bar(enum.IntEnum):
 
 
 class NamedBar(enum.IntEnum):
-    """Named barriers: of a warpgroup; of the two warps that invert a half; X of both halves is there;
+    """Named barriers: of a warpgroup; of the two warps that invert a half; R of both halves is there;
     kd and qd are.
     """
 
@@ -76,7 +75,7 @@ class Factor(enum.IntEnum):
 
 
 class Gmem(NamedTuple):
-    """Global tensors, in the order of the compiled function's arguments."""
+    """Global tensors: the caller's, and parts of records."""
 
     q: cute.Tensor  # [B, T, H, 128] bf16
     k: cute.Tensor
@@ -94,33 +93,13 @@ class Gmem(NamedTuple):
     INV: cute.Tensor = None  # as p; backward only
 
 
-class Options(NamedTuple):
-    """Scalars known at the call."""
-
-    scale: Float32
-    lower_bound: Float32
-    beta_scale: Float32
-    l2norm: Int32
-    beta_sigmoid: Int32
-
-
-class Chunk(NamedTuple):
-    """Where a CTA works: batch row, first token, tokens (0: nothing to do), slot, head."""
-
-    b: Int32
-    token: Int32
-    rows: Int32
-    slot: Int32
-    h: Int32
-
-
 def shared_memory(config: Config) -> Plan:
     """The kernel's plan."""
     return plan("transition", config.layout, "bf16")
 
 
-# The corner of X: warps that run each product of -X21 = sum_b (sum_a X_ia L_ab) X_bj.
-CORNER = {"X L_20": 2, "X L_30": 1, "(X L) X_0": 2, "X L_21": 4, "X L_31": 2, "(X L) X_1": 4}
+# The corner of R: warps that run each product of -R21 = sum_b (sum_a R_ia L_ab) R_bj.
+CORNER = {"R L_20": 2, "R L_30": 1, "(R L) R_0": 2, "R L_21": 4, "R L_31": 2, "(R L) R_1": 4}
 
 
 def mma_account(config: Config) -> list[MmaRow]:
@@ -128,16 +107,16 @@ def mma_account(config: Config) -> list[MmaRow]:
 
     A product of 16 x 16 matrices is four m16n8k8; of two pairs of 8 x 8 matrices it takes two.  The
     inverse of a block of 16 has four of the latter in each of two doublings, less the two that only
-    X22^T would need, and two instructions below the diagonal.
+    R22^T would need, and two instructions below the diagonal.
     """
     square = 4
     products = [
         ("norms", MMA_BF16, WARPS, 2 * STEPS),
         *((f"levels {a} and {b}", wgmma_bf16(BLOCK + max(b, BLOCK)), 2, STEPS) for a, b in LEVELS),
-        ("X, X^T of a block", MMA_TF32, 4, 2 * 4 * 2 - 2 + 2),
-        ("X of two blocks", MMA_TF32, 2, 2 * square),
+        ("R, R^T of a block", MMA_TF32, 4, 2 * 4 * 2 - 2 + 2),
+        ("R of two blocks", MMA_TF32, 2, 2 * square),
         *(
-            (f"X of four blocks, {product}", MMA_TF32, warps, square)
+            (f"R of four blocks, {product}", MMA_TF32, warps, square)
             for product, warps in CORNER.items()
         ),
         ("z = INV^T kr, high and low", wgmma_bf16(D // 2), 2, 2 * C // 16),

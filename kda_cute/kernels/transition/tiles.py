@@ -4,8 +4,9 @@ kr = b kn exp(gT - gc) as the sum of two bf16 tiles.
 
 from cutlass import Float32
 
+from ...device.vectors import load_four, load_two
 from ...device.warp_mma import packed_bf16, select, unpack_word, words
-from .columns import Columns, RowWords, falling, load_four, load_pair, rising
+from .columns import Columns, RowWords, falling, rising
 from .gate import Total
 from .schedule import BLOCK, BLOCKS, Factor
 
@@ -48,7 +49,7 @@ class Tiles:
         totals = self.plan["totals"].view(base)
         before, after = [Float32(1)] * 2, [Float32(1)] * 2
         for b in range(BLOCKS):
-            whole = load_pair(totals, Total.WHOLE + b, own.pair)
+            whole = load_two(totals, Total.WHOLE + b, own.pair)
             if b < BLOCKS - 1:
                 before = [
                     x * select(own.block > b, y, Float32(1))
