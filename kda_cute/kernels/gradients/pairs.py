@@ -156,7 +156,9 @@ class Pairs:
         self.other_half(base, place, lane, gc, M, L)
         cute.arch.sync_warp()
         self.other_block(place, lane, gc, M, L)
-        if self.config.gate == "log":  # one value too many would be kept
+        if (
+            self.config.gate == "log" and self.config.g == "bf16"
+        ):  # one value too many would be kept
             place = Place(place.warp, again(place.lane))
         for block in range(2):
             k, q = lane.words(block)
