@@ -8,8 +8,12 @@ that a bad tail cannot hide.
 
 import functools
 import math
+import os
 import statistics
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -1061,6 +1065,26 @@ def test_gradients_do_not_depend_on_what_memory_held(T, value):
             poison(value, first.values())
             got = backward(call | dict(save_states=save_states), *ups)
             assert_same_bits(got, first, f"after {value}")
+
+
+FIRST_CALL = """
+import sys
+import torch
+from chunk_calls import call_on_gpu, gradients, run, upstream
+call = call_on_gpu("typical+states", T=771)
+grads = gradients(run, call, *upstream(call))
+torch.save({name: x.cpu() for name, x in grads.items()}, sys.argv[1])
+"""
+
+
+def test_the_first_call_of_a_process_has_the_bits_of_later_ones(tmp_path):
+    """Its allocator holds nothing, and it loads the kernels."""
+    folder, file = Path(__file__).parent, tmp_path / "first.pt"
+    seen = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    subprocess.run([sys.executable, "-c", FIRST_CALL, file], env=seen, check=True)
+    call = call_on_gpu("typical+states", T=771)
+    later = {name: x.cpu() for name, x in backward(call, *upstream(call)).items()}
+    assert_same_bits(torch.load(file), later)
 
 
 @pytest.mark.parametrize("lengths", ((1,), (16,), (64,), (4096,), (0, 1, 0, 64, 300, 0, 5)))
