@@ -248,7 +248,7 @@ def chunk_tensors(
 class Gradients(NamedTuple):
     """What `gradients` writes: [B, T, H, ..] as the inputs, NaN for tokens of no sequence; partial
     sums of ddt_bias [slots, H, 128] and dA_log [slots, H], 0 for slots without a chunk, None for gate
-    "log"; and, of the oracle alone, the 2-norms of the 128 terms of each dbeta.
+    "log".
     """
 
     dq: torch.Tensor
@@ -257,7 +257,6 @@ class Gradients(NamedTuple):
     dbeta: torch.Tensor
     dA_part: torch.Tensor | None
     ddt_part: torch.Tensor | None
-    dbeta_terms: torch.Tensor | None = None
 
 
 def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
@@ -270,22 +269,20 @@ def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
         *(fill(t) for t in (x.q, x.k, x.g, x.beta)),
         x.q.new_zeros(x.slots, H) if with_parameters else None,
         x.q.new_zeros(x.slots, H, D) if with_parameters else None,
-        fill(x.beta),
     )
     for batch, first, end, slot in x.walks():
         for i, token in enumerate(range(first, end, CHUNK)):
             rows = slice(token, min(token + CHUNK, end))
             c, at = x.chunk(batch, token, end), slot + i
             dv = tensors.dv[batch, rows].transpose(0, 1)
-            dq, dk, dg, db, terms = _chunk_gradients(x.scale, c, dv, *(t[at] for t in tensors[1:]))
+            dq, dk, dg, db = _chunk_gradients(x.scale, c, dv, *(t[at] for t in tensors[1:]))
             q, k, _, g, _ = (t[batch, rows].transpose(0, 1) for t in x[:5])
             if x.l2norm:
                 dq, dk = l2norm_backward(dq, q), l2norm_backward(dk, k)
             parameters = (p if p is None else p[:, None] for p in (x.A_log, x.dt_bias))
             dg, dA = gate_backward(dg, g, *parameters, x.lower_bound, x.gate)
-            slope = c.b * (1 - c.b / x.beta_scale) if x.beta_sigmoid else x.beta_scale
-            values = (dq, dk, dg, db * slope, terms * slope)
-            for to, value in zip((*out[:4], out.dbeta_terms), values, strict=True):
+            db = db * (c.b * (1 - c.b / x.beta_scale) if x.beta_sigmoid else x.beta_scale)
+            for to, value in zip(out[:4], (dq, dk, dg, db), strict=True):
                 to[batch, rows] = value.transpose(0, 1)
             if with_parameters:
                 out.dA_part[at] = dA.sum((1, 2))
@@ -294,11 +291,10 @@ def gradients(x: Inputs, tensors: ChunkTensors) -> Gradients:
 
 
 def _chunk_gradients(scale, c: Activated, dv, S, dS, X, INV):
-    """(dqn, dkn, d of the log-space gate [H, rows, 128], db and the 2-norm of its terms [H, rows])."""
+    """(dqn, dkn, d of the log-space gate [H, rows, 128], db [H, rows])."""
     rows = c.b.shape[1]
     U = INV[:, :rows, :rows] @ X[:, :rows]
-    products = dv * U / torch.where(c.b.abs() < LEAST_B, LEAST_B, c.b)[..., None]
-    db, terms = products.sum(-1), torch.linalg.vector_norm(products, dim=-1)
+    db = (dv * U).sum(-1) / torch.where(c.b.abs() < LEAST_B, LEAST_B, c.b)
     U = c.b[..., None] * U
     start, end, eg = c.gc.exp(), (c.gc[:, -1:] - c.gc).exp(), c.gc[:, -1].exp()
     dqn, dkn, dkr = scale * start * (c.do @ S), -start * (dv @ S), end * (U @ dS)
@@ -318,4 +314,4 @@ def _chunk_gradients(scale, c: Activated, dv, S, dS, X, INV):
     before = torch.nn.functional.pad(moved.cumsum(1)[:, :-1], (0, 0, 1, 0))  # never minus its own
     dg = dgc.flip(1).cumsum(1).flip(1) + before
     dg = dg + (eg * (dS * S).sum(1))[:, None]
-    return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dg, db, terms
+    return dqn + rows_q + same * c.k, dkn + dkr + rows_k + columns + same * c.q, dg, db

@@ -599,11 +599,11 @@ def gradients_of_one_hot(v_first: bool) -> tuple[dict, torch.Tensor]:
 
 @pytest.mark.parametrize("v_first", (True, False))
 def test_the_state_gradient_comes_out_as_it_is_indexed(v_first):
-    """b = 0, g = 0, one token, q one-hot: dS_0[k, v] = scale q[k] do[v] + dS_T[k, v], but for what
-    LEAST_B adds; and dq[k] = scale sum_v S_0[k, v] do[v], dg[k] = sum_v S_0 dS_0.
+    """b = 0, g = 0, one token, q one-hot: dS_0[k, v] = scale q[k] do[v] + dS_T[k, v], exactly; and
+    dq[k] = scale sum_v S_0[k, v] do[v], dg[k] = sum_v S_0 dS_0.
     """
     got, dS = gradients_of_one_hot(v_first)
-    torch.testing.assert_close(got["initial_state"], dS, rtol=0, atol=1e-15)
+    assert torch.equal(got["initial_state"], dS)
     dq = torch.zeros(128)
     dq[5] = 0.25 * 2.0 * 7
     assert torch.equal(got["q"].flatten().cpu(), dq.bfloat16())

@@ -169,14 +169,11 @@ def check(x, v, initial, dfinal, layout="default"):
     assert torch.equal(tensors.dv.nan_to_num(7.0), dv)
     errors = {}
     for name, value, ref in zip(got._fields, got, exact, strict=True):
-        if ref is None or value is None:
+        if ref is None:
             continue
         written = ~ref.isnan()
         assert value[~written].isnan().all(), f"{name}: a token of no sequence was written"
-        scale = 0.0
-        if name == "dbeta":  # of sequences so short few tokens carry it, and dots may cancel
-            scale = exact.dbeta_terms[written].norm().item()
-        errors[name] = rel_error(value[written], ref[written], scale)
+        errors[name] = rel_error(value[written], ref[written])
     print({name: f"{1e3 * e:.2f}e-3" for name, e in errors.items()})
     misses = {n: e for n, e in errors.items() if not e <= TOLERANCES.get(n, TOLERANCE)}
     assert not misses
@@ -248,7 +245,7 @@ def test_runs_are_bitwise_equal():
     tensors, _ = reference_stages.chunk_tensors(x, v, initial, dfinal)
     tensors = reference_stages.ChunkTensors(*(t.to(torch.bfloat16) for t in tensors))
     first, second = run(x, tensors), run(x, tensors)
-    for a, b in zip(first[:6], second[:6], strict=True):
+    for a, b in zip(first, second, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -260,7 +257,7 @@ def test_strided_inputs_equal_contiguous_ones():
     fused = torch.cat([x.q, x.k, x.do, x.g], -1)
     q, k, do, g = fused.split(HEAD_DIM, -1)
     first, second = run(x, tensors), run(x._replace(q=q, k=k, do=do, g=g), tensors)
-    for a, b in zip(first[:6], second[:6], strict=True):
+    for a, b in zip(first, second, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 

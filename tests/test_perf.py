@@ -943,3 +943,9 @@ def test_a_row_has_a_figure_under_every_head():
     row = eager.measure(Shape("tiny", (5, 3), 1), reference_call, "cpu", repeats=1)
     assert len(row) == len(eager.HEAD) - 2
     assert all(x > 0 for x in row[:-1]) and row[-1] == 0.0
+
+
+def test_eager_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert eager.main([]) == 2
+    assert "needs a Hopper GPU" in capsys.readouterr().err

@@ -90,8 +90,8 @@ def markdown(certificate: Certificate, head: Mapping[str, str]) -> str:
         f"{machine.described({**head, 'gpu': gpu})}.",
         *(f"- {note}" for note in notes(certificate)),
         "Errors are relative Frobenius norms against a float64 oracle, the worst of all seeds and "
-        "forms of the call; those of dA_log and ddt_bias, and of dbeta where few tokens carry it, are "
-        "relative to the larger of the sum and its terms. Peers are measured in the same run, and not judged.",
+        "forms of the call; those of dA_log and ddt_bias are relative to the larger of the sum and "
+        "its terms. Peers are measured in the same run, and not judged.",
     ]
     head_row, rows = table_rows(certificate.lines)
     for op in dict.fromkeys(row[0] for row in rows):

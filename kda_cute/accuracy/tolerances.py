@@ -55,10 +55,6 @@ BACKWARD = {
     "degenerate": (120, 120, 120, 120, 120, math.inf, math.inf, 120),
 }
 ONE_SEQUENCE = 2.0  # times the tolerance, for a sequence and for its last rows
-# Where so few tokens carry dbeta, its error is relative to the larger of it and its terms, too: their
-# dot products over 128 values may cancel, and few don't average.  (The gradient of a final state
-# outweighs that of o a hundredfold, and with strong gates only the last tokens see it.)
-FEW_TOKENS = 16
 
 # x 1e-3: the better peer's errors, cuDNN's or FLA's, measured on an H200 against the same oracle
 # (T = 512, H = 2): of o, then of the gradients of LEAVES but for those of the parameters.
